@@ -1,0 +1,127 @@
+"""Every setting of `mfsdp sft`: type, default, unit, range and one line of documentation. No torch, no pydantic.
+
+Key paths follow verl's where verl has the key, so that a line copied from a verl script means the same here
+(`aliases.py` has the paths that differ).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DTYPES = ("bfloat16", "float32")
+SAVE_CONTENTS = ("model", "optimizer", "extra")
+LOGGERS = ("console", "file", "tensorboard", "wandb")
+
+
+def opt(default, doc: str, *, unit: str = "", choices: tuple = (), low=None, high=None):
+    """A documented dataclass field. `low` and `high` are inclusive bounds of a number, `choices` the legal values
+    (of the elements, for a list)."""
+    meta = {"doc": doc, "unit": unit, "choices": choices, "low": low, "high": high}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass
+class ModelSettings:
+    path: str | None = opt(None, "Hugging Face folder or hub id of the model to start from")
+    trust_remote_code: bool = opt(False, "run Python code that the model folder ships; off, since it is someone else's code")
+    use_remove_padding: bool = opt(True, "sequences are packed without padding (THD); the only layout there is")
+    lora_rank: int = opt(0, "LoRA is not supported with Megatron-FSDP checkpoints: must stay 0", low=0)
+
+
+@dataclass
+class DataSettings:
+    train_files: list[str] = opt([], "parquet files to train on, each with a column of chat messages")
+    val_files: list[str] = opt([], "parquet files to validate on; empty: no validation")
+    messages_key: str = opt("messages", "column that holds the chat: list of {role, content}")
+    train_batch_size: int = opt(8, "conversations per optimizer step, over all ranks", unit="rows", low=1)
+    use_dynamic_bsz: bool = opt(True, "form micro batches by token budget; False: by micro_batch_size_per_gpu rows")
+    max_token_len_per_gpu: int = opt(1024, "largest micro batch of one rank", unit="tokens", low=2)
+    micro_batch_size_per_gpu: int = opt(1, "rows of a micro batch when use_dynamic_bsz is False", unit="rows", low=1)
+    max_length: int | None = opt(None, "longest conversation; null: max_token_len_per_gpu", unit="tokens", low=2)
+    truncation: str = opt("error", "what to do with a conversation above max_length: error names it, left and right cut that end",
+                          choices=("error", "left", "right"))
+    pad_mode: str = opt("no_padding", "packed sequences; the only mode there is", choices=("no_padding",))
+    shuffle: bool = opt(True, "new order every epoch, a function of (trainer.seed, epoch)")
+    train_max_samples: int = opt(-1, "use only the first N training rows; -1: all", unit="rows", low=-1)
+    val_max_samples: int = opt(-1, "use only the first N validation rows; -1: all", unit="rows", low=-1)
+
+
+@dataclass
+class EngineSettings:
+    use_mbridge: bool = opt(True, "weights and configuration go through Megatron-Bridge; must be True")
+    vanilla_mbridge: bool = opt(False, "True would select the deprecated legacy mbridge; must be False")
+    use_megatron_fsdp: bool = opt(True, "ZeRO-3 sharding by Megatron-FSDP; must be True")
+    use_distributed_optimizer: bool = opt(True, "shard the optimizer; Megatron-FSDP requires True")
+    data_parallel_sharding_strategy: str = opt("optim_grads_params", "what Megatron-FSDP shards; only full sharding is supported",
+                                               choices=("optim_grads_params",))
+    tensor_model_parallel_size: int = opt(1, "ranks that split each matrix", unit="ranks", low=1)
+    pipeline_model_parallel_size: int = opt(1, "pipeline stages; must be 1 with Megatron-FSDP", unit="ranks", low=1)
+    context_parallel_size: int = opt(1, "ranks that split each sequence; above 1 needs TransformerEngine", unit="ranks", low=1)
+    expert_model_parallel_size: int = opt(1, "ranks that split the experts of a mixture-of-experts model", unit="ranks", low=1)
+    expert_tensor_parallel_size: int = opt(1, "ranks that split each expert's matrices", unit="ranks", low=1)
+    sequence_parallel: bool | None = opt(None, "split activations between the matrices along the sequence; null: when TP > 1")
+    dtype: str = opt("bfloat16", "parameters and activations; master weights, gradients and Adam moments are float32", choices=DTYPES)
+    device: str = opt("auto", "auto: cuda when nvidia-smi lists a GPU, else cpu", choices=("auto", "cuda", "cpu"))
+    transformer_impl: str = opt("auto", "layers: TransformerEngine's when installed (auto), or ours (local)",
+                                choices=("auto", "local", "transformer_engine"))
+    recompute: str = opt("none", "activation recomputation: full recomputes each layer in the backward pass", choices=("none", "full"))
+    param_offload: bool = opt(False, "not supported with Megatron-FSDP: must stay False")
+    optimizer_offload: bool = opt(False, "not supported with Megatron-FSDP: must stay False")
+    override_transformer_config: dict = opt({}, "fields of Megatron's TransformerConfig to set as given")
+
+
+@dataclass
+class OptimSettings:
+    optimizer: str = opt("adam", "AdamW, the only optimizer Megatron-FSDP supports", choices=("adam",))
+    lr: float = opt(1e-5, "peak learning rate", low=0.0)
+    min_lr: float = opt(1e-6, "learning rate at the end of the decay", low=0.0)
+    lr_warmup_init: float = opt(0.0, "learning rate at the start of the warm-up", low=0.0)
+    lr_warmup_steps_ratio: float = opt(0.2, "share of all steps spent warming up", low=0.0, high=1.0)
+    lr_warmup_steps: int = opt(-1, "steps spent warming up; -1: by lr_warmup_steps_ratio", unit="steps", low=-1)
+    lr_decay_style: str = opt("cosine", "shape of the decay from lr to min_lr", choices=("cosine", "linear", "constant"))
+    weight_decay: float = opt(0.1, "decoupled weight decay; biases and norms are exempt", low=0.0)
+    betas: list[float] = opt([0.9, 0.95], "Adam's two moment decays", low=0.0, high=1.0)
+    eps: float = opt(1e-8, "Adam's epsilon", low=0.0)
+    clip_grad: float = opt(1.0, "global gradient norm above which gradients are scaled down; 0: no clipping", low=0.0)
+
+
+@dataclass
+class CheckpointSettings:
+    save_contents: list[str] = opt(["model", "optimizer", "extra"], "what a checkpoint holds; optimizer requires model", choices=SAVE_CONTENTS)
+    load_contents: list[str] | None = opt(None, "what a resume restores; null: save_contents", choices=SAVE_CONTENTS)
+    async_save: bool = opt(False, "not supported with Megatron-FSDP: must stay False")
+    mbridge_config: dict = opt({}, "options of Bridge's weight saving: distributed_filesystem, memory_efficient")
+
+
+@dataclass
+class TrainerSettings:
+    project_name: str = opt("mfsdp-sft", "group of runs, for wandb")
+    experiment_name: str = opt("sft", "name of this run, and of its folder under runs/")
+    output_dir: str | None = opt(None, "run folder; null: runs/<experiment_name>")
+    logger: list[str] = opt(["console", "file"], "where metrics go; console and metrics.jsonl always run", choices=LOGGERS)
+    n_gpus_per_node: int = opt(1, "ranks per node (processes, when on CPU)", unit="ranks", low=1)
+    nnodes: int = opt(1, "nodes", low=1)
+    node_rank: int = opt(0, "this node's number, when nnodes > 1", low=0)
+    rdzv_endpoint: str | None = opt(None, "host:port of node 0, when nnodes > 1")
+    total_epochs: int = opt(4, "passes over the training data", low=1)
+    total_training_steps: int | None = opt(None, "stop after this many optimizer steps; null: by total_epochs", unit="steps", low=1)
+    save_freq: int = opt(100, "save every N steps and at the end; -1: only at the end", unit="steps", low=-1)
+    test_freq: int = opt(100, "validate every N steps and at the end; -1: only at the end", unit="steps", low=-1)
+    max_ckpt_to_keep: int | None = opt(3, "complete checkpoints to keep; null: all", low=1)
+    resume_mode: str = opt("auto", "auto: from the run folder's latest checkpoint; disable: refuse a used folder; resume_path: from resume_from_path",
+                           choices=("auto", "disable", "resume_path"))
+    resume_from_path: str | None = opt(None, "checkpoint folder to continue from, when resume_mode is resume_path")
+    seed: int = opt(42, "seed of the data order and of dropout", low=0)
+    startup_timeout_s: int = opt(1800, "longest wait for all ranks to join and for any one collective", unit="s", low=10)
+
+
+@dataclass
+class SftSettings:
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)

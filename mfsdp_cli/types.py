@@ -1,0 +1,59 @@
+"""Records in which the parts of the program meet. Shapes: T tokens, S sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation, tokenized.
+
+    input_ids  int64 [T], the whole conversation as the chat template renders it
+    loss_mask  bool  [T], True on the tokens to be learned: assistant text and its end-of-turn token.
+               loss_mask[t] belongs to input_ids[t]; the shift to next-token targets happens in `data.pack`.
+    row        index in the data set, for messages to people
+    """
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    row: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are predicted and counted: the first token of a sequence has no predecessor."""
+        return int(self.loss_mask[1:].sum())
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Sequences laid end to end (THD), one micro batch of one data-parallel rank.
+
+    input_ids     int64   [T]
+    labels        int64   [T], labels[t] = input_ids[t + 1] inside a sequence; 0 where target_mask is 0
+    target_mask   float32 [T], 1 where labels[t] counts in the loss
+    position_ids  int64   [T], 0, 1, … from the start of each sequence
+    cu_seqlens    int32   [S + 1], starts of the sequences and, last, T
+    max_seqlen    longest sequence, tokens
+    num_real_tokens  T less the padding sequence that makes T divisible (by TP with sequence parallelism); a padding
+                     sequence, if any, is the last one and has target_mask 0
+    rows          data-set rows of the sequences, in order, without the padding sequence
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    target_mask: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    num_real_tokens: int
+    rows: tuple[int, ...] = field(default=())
