@@ -259,3 +259,51 @@ def test_kill_9_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
         progressed += step > last
         last = step
     assert kills >= 10 and progressed >= 5, (kills, progressed)
+
+
+def run_and_die_at_event(event_number: int, action) -> bool:
+    """Fork, run `action`, SIGKILL the child right before its Nth file operation. True when it finished before that."""
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def hook(event, _):
+            nonlocal count
+            if event == "open" or event.startswith(("os.", "shutil.")):
+                count += 1
+                if count == event_number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        try:
+            action()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    assert status in (0, signal.SIGKILL), f"the child failed by itself: {status}"
+    return status == 0
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step again"])
+def test_death_before_each_single_file_operation_of_a_save(tmp_path, again):
+    """The same promise as above, without luck: every operation of save and prune is tried as the last one."""
+    step = 4 if again else 5
+    for event_number in range(1, 500):
+        root = tmp_path / str(event_number)
+        save(root, 4, "first")
+
+        def save_and_prune():
+            save(root, step, "second")
+            m.prune(root, 1)
+
+        finished = run_and_die_at_event(event_number, save_and_prune)
+        found = m.latest_complete(root)
+        assert found is not None and m.verify(found) == [], f"operation {event_number}"
+        assert m.require_complete(found).step in (4, step)
+        save(root, step, "third")
+        m.prune(root, 1)
+        assert names(root) == ["latest", m.step_folder(step)], f"rubbish left after operation {event_number}"
+        if finished:
+            break
+    assert finished and event_number > 20, event_number
