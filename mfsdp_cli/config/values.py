@@ -1,0 +1,202 @@
+"""Values of settings: the list of all keys, and text turned into what the schema asks for. No yaml here."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+
+from mfsdp_cli.config.schema import SftSettings
+
+_INT = re.compile(r"[+-]?\d+(_\d+)*")
+_FLOAT = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NULL = re.compile(r"|~|(?i:null)|None")  # but none, in small letters, is a value of several settings
+_NAMES = {
+    "str": "text", "int": "an integer", "float": "a number", "bool": "True or False", "dict": "a mapping",
+    "list[str]": "a list of texts", "list[float]": "a list of numbers",
+}
+
+
+class Plain(str):
+    """Text that stood without quotes: null, true and 3 mean what they say, unless the schema asks for text."""
+
+
+class Unfit(ValueError):
+    """A value that its key cannot take: why, and what to write instead."""
+
+    def __init__(self, why: str, fix: str):
+        super().__init__(why)
+        self.why, self.fix = why, fix
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One setting, as the schema declares it. `type` is the annotation: "int | None", "list[str]", "dict"."""
+
+    key: str
+    type: str
+    default: object
+    doc: str
+    unit: str
+    choices: tuple
+    low: float | None
+    high: float | None
+
+    @property
+    def optional(self) -> bool:
+        return self.type.endswith(" | None")
+
+    @property
+    def kind(self) -> str:
+        return self.type.removesuffix(" | None")
+
+    @property
+    def expected(self) -> str:
+        return _NAMES[self.kind] + (f" ({self.unit})" if self.unit else "") + (" or null" if self.optional else "")
+
+
+@cache
+def leaves() -> dict[str, Leaf]:
+    """Every setting by its dotted key, in the order of the schema."""
+    found = {}
+    for section in fields(SftSettings):
+        for f in fields(section.default_factory):
+            default = f.default if f.default is not MISSING else f.default_factory()
+            key = f"{section.name}.{f.name}"
+            found[key] = Leaf(key, f.type, default, **f.metadata)
+    return found
+
+
+def leaf_of(key: str) -> Leaf | None:
+    """The setting that a dotted key names, or names an entry of when the setting is a mapping."""
+    if key in leaves():
+        return leaves()[key]
+    leaf = leaves().get(".".join(key.split(".")[:2]))
+    return leaf if leaf is not None and leaf.kind == "dict" else None
+
+
+def plain_value(text: str):
+    """What unquoted text means where the schema does not say: null, bool, int, float, else the text itself.
+
+    Unlike YAML 1.1, yes, no, on, off, n and y are text, and 1e-5 is a number.
+    """
+    if _NULL.fullmatch(text):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if _INT.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return str(text)
+
+
+def free_value(raw):
+    """A value of a mapping whose entries the schema does not type."""
+    if isinstance(raw, Plain):
+        return plain_value(raw)
+    if isinstance(raw, dict):
+        return {str(k): free_value(v) for k, v in raw.items()}
+    if isinstance(raw, (list, tuple)):
+        return [free_value(v) for v in raw]
+    return raw
+
+
+def coerce(raw, leaf: Leaf):
+    """`raw` (text, list, or a Python value from a flag) as the type of `leaf`, within its range. Raises Unfit."""
+    if raw is None or (isinstance(raw, Plain) and _NULL.fullmatch(raw)):
+        if leaf.optional:
+            return None
+        if leaf.kind == "dict":
+            return {}
+        if leaf.kind.startswith("list"):
+            return []
+        raise Unfit(f"null is no value for this key: expected {leaf.expected}", _advice(leaf))
+    if leaf.kind.startswith("list["):
+        element = leaf.kind[len("list["):-1]
+        value = [_scalar(item, element, leaf) for item in (raw if isinstance(raw, (list, tuple)) else [raw])]
+    else:
+        value = _scalar(raw, leaf.kind, leaf)
+    for item in value if isinstance(value, list) else [value]:
+        _check_range(item, leaf)
+    return value
+
+
+def _scalar(raw, kind: str, leaf: Leaf):
+    if isinstance(raw, str):
+        value = _from_text(raw, kind)
+    elif kind == "float" and isinstance(raw, int) and not isinstance(raw, bool):
+        value = float(raw)
+    else:
+        value = raw if type(raw).__name__ == kind else None
+    if value is None or (kind == "float" and not math.isfinite(value)):
+        number = raw if isinstance(raw, (int, float)) else plain_value(raw) if isinstance(raw, str) else None
+        if kind == "int" and isinstance(number, float) and number.is_integer():
+            raise Unfit(f"expected {leaf.expected}, found a number with a point or an exponent", f"write {int(number)}")
+        raise Unfit(f"expected {leaf.expected}, found {describe(raw)}", _advice(leaf))
+    if kind == "str" and "${" in value:
+        raise Unfit("${…} is an OmegaConf reference, which is not followed here", "write the value itself")
+    return value
+
+
+def _from_text(text: str, kind: str):
+    if kind == "str":
+        return str(text)
+    if kind == "bool" and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind == "int" and _INT.fullmatch(text):
+        return int(text)
+    if kind == "float" and _FLOAT.fullmatch(text):
+        return float(text)
+    return None
+
+
+def _check_range(value, leaf: Leaf) -> None:
+    if leaf.choices and value not in leaf.choices:
+        legal = ", ".join(map(str, leaf.choices))
+        near = nearest(str(value), [str(c) for c in leaf.choices])
+        raise Unfit(f"{as_text(value)} is not one of: {legal}", f"did you mean {near}?" if near else f"write one of: {legal}")
+    if isinstance(value, str):
+        return
+    unit = f" {leaf.unit}" if leaf.unit else ""
+    if leaf.low is not None and value < leaf.low:
+        raise Unfit(f"{as_text(value)} is below the least value, {as_text(leaf.low)}{unit}", f"write {as_text(leaf.low)} or more")
+    if leaf.high is not None and value > leaf.high:
+        raise Unfit(f"{as_text(value)} is above the greatest value, {as_text(leaf.high)}{unit}", f"write {as_text(leaf.high)} or less")
+
+
+def _advice(leaf: Leaf) -> str:
+    if leaf.choices:
+        return f"write one of: {', '.join(map(str, leaf.choices))}"
+    if leaf.kind == "bool":
+        return "write True or False"
+    return "leave it out" if leaf.default in (None, [], {}) else f"write for example {as_text(leaf.default)}, the default"
+
+
+def describe(raw) -> str:
+    """The kind of a raw value, in words."""
+    value = free_value(raw)
+    for kind, name in ((bool, "a truth value"), (int, "an integer"), (float, "a number"), (dict, "a mapping"), ((list, tuple), "a list")):
+        if isinstance(value, kind):
+            return name
+    return "null" if value is None else f"the text {str(value)!r}"
+
+
+def nearest(word: str, names: list[str]) -> str | None:
+    """The name that `word` was most likely meant to be."""
+    lower = {n.lower(): n for n in names}
+    found = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.5)
+    return lower[found[0]] if found else None
+
+
+def as_text(value) -> str:
+    """A value as one would write it in YAML or on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(as_text(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {as_text(v)}" for k, v in value.items()) + "}"
+    return str(value)
