@@ -12,43 +12,18 @@ import hashlib
 import json
 import os
 import random
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from mfsdp_cli.data.convert import CONVERTERS, BadRow, Example, from_arithmetic
 from mfsdp_cli.data.sources import Record, locate, read_records, split_files
 from mfsdp_cli.errors import BAD_INPUT, USAGE, MfsdpError, Problem
 
 SCHEMA_VERSION = "1"
 SPLITS = ("train", "test")
 MAX_LISTED = 20
-GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 ARITHMETIC_ROWS = {"train": 2000, "test": 200}
-# Two training rows of MATH end in an empty \\boxed{}; the answer to both is 0 ("there are … primes"). Key: sha256 of the problem.
-MATH_EMPTY_BOXES = {
-    "34d3b36d1c41910066ed6681c639b2d3e572a221fd3b55ee4a84c1f4a1ecb9aa": "0",
-    "641a7ef94229c8ca020ec3014841b02e7d7416b7c2dd451cddcae8068fb4976f": "0",
-}
-
-
-class BadRow(Exception):
-    """A row that cannot be used; the text is the reason."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """One usable row: the chat (its last message is the assistant's), the answer as the source spells it, the gold value."""
-
-    messages: list[dict]
-    answer: str
-    gold: str | None
-    question: str
-    data_source: str
-    ability: str = "math"
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,16 +82,21 @@ def prepare(
     for split, rows in records.items():
         examples[split], faults = convert_all(rows, convert, system, purpose, split, progress)
         bad += faults
-    problems = report_bad(bad, skip_bad) + [
-        Problem(f"{split} row {index}", "", example.note, "", level="note") for split, rows in examples.items() for index, example in rows if example.note
-    ]
+    problems = report_bad(bad, skip_bad)
+    for split, found in examples.items():
+        problems += [Problem(f"{split} row {index}", "", example.note, "", level="note") for index, example in found if example.note]
     if any(p.level == "error" for p in problems):
         raise MfsdpError(problems)
     empty = [split for split, found in examples.items() if not found]
     if empty:
         raise MfsdpError(Problem("input", str(input), f"no usable row for {' and '.join(empty)}", "give data with at least one good row",
                                  code=BAD_INPUT))
-    return write_splits(examples, Path(out_dir), purpose, origin, problems, dropped={s: sum(f.split == s for f in bad) for s in examples})
+    rows = write_splits(examples, Path(out_dir), purpose, origin)
+    stale = Path(out_dir) / "test.parquet"
+    if "test" not in examples and stale.exists():
+        why = "is from an earlier call; this one wrote no test split"
+        problems.append(Problem(str(stale), "", why, "delete it if it is unwanted", level="note"))
+    return PreparedReport(list(rows), rows, {split: sum(f.split == split for f in bad) for split in examples}, problems)
 
 
 # ---------------------------------------------------------------- rows
@@ -164,119 +144,6 @@ def finish(example: Example, system: str | None, purpose: str) -> Example:
     return replace(example, messages=messages)
 
 
-def text_of(row: dict, key: str) -> str:
-    value = row.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise BadRow(f"column {key} is {'missing' if key not in row else 'not a text' if not isinstance(value, str) else 'empty'}")
-    return value
-
-
-def question_and_answer(question: str, instruction: str, answer: str, gold: str, data_source: str, note: str = "") -> Example:
-    prompt = f"{question} {instruction}".rstrip()
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return Example(messages, answer, gold, question, data_source, note=note)
-
-
-def from_gsm8k(row: dict) -> Example:
-    answer = text_of(row, "answer")
-    return question_and_answer(text_of(row, "question"), GSM8K_INSTRUCTION, answer, gsm8k_gold(answer), "openai/gsm8k")
-
-
-def from_math(row: dict) -> Example:
-    question, answer, note = text_of(row, "problem"), text_of(row, "solution"), ""
-    missing = MATH_EMPTY_BOXES.get(hashlib.sha256(question.strip().encode()).hexdigest())
-    if missing and "\\boxed{}" in answer:
-        answer, note = answer.replace("\\boxed{}", f"\\boxed{{{missing}}}"), f"the solution's box is empty in the data set: filled with {missing}"
-    return question_and_answer(question, MATH_INSTRUCTION, answer, math_gold(answer), "DigitalLearningGmbH/MATH-lighteval", note)
-
-
-def from_arithmetic(row: dict) -> Example:
-    return question_and_answer(row["question"], "", row["answer"], gsm8k_gold(row["answer"]), "arithmetic")
-
-
-def from_messages(row: dict) -> Example:
-    """A chat: column `messages` of {role, content}, or `conversations` of {from, value} as ShareGPT has it."""
-    if row.get("messages") is not None:
-        turns = row["messages"]
-    elif isinstance(row.get("conversations"), list):
-        turns = [{"role": SHAREGPT_ROLES.get(t["from"], t["from"]), "content": t.get("value")} if isinstance(t, dict) and "from" in t else t
-                 for t in row["conversations"]]
-    else:
-        raise BadRow("no column messages (or conversations)")
-    messages = check_messages(turns)
-    gold = next((str(row[key]).strip() for key in ("answer", "ground_truth") if row.get(key) is not None), None)
-    last_answer = next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")
-    question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-    return Example(messages, gold or last_answer, gold, question, str(row.get("data_source") or "messages"), str(row.get("ability") or "chat"))
-
-
-def check_messages(turns) -> list[dict]:
-    if not isinstance(turns, list) or not turns:
-        raise BadRow("messages is not a list of {role, content}, or is empty")
-    messages = []
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict):
-            raise BadRow(f"message {number} is not an object with role and content")
-        role, content = turn.get("role"), turn.get("content")
-        if role not in ("system", "user", "assistant", "tool"):
-            raise BadRow(f"message {number} has role {role!r}: must be system, user, assistant or tool")
-        if role == "system" and number > 1:
-            raise BadRow(f"message {number} is a system message: only the first may be")
-        if not isinstance(content, str):
-            raise BadRow(f"message {number} ({role}) has content {type(content).__name__}, not a text")
-        extra = sorted(key for key, value in turn.items() if key not in ("role", "content") and value not in (None, [], ""))
-        if extra:
-            raise BadRow(f"message {number} has {', '.join(extra)}, which the written schema (role, content) cannot hold")
-        messages.append({"role": role, "content": content})
-    return messages
-
-
-CONVERTERS = {"gsm8k": from_gsm8k, "math": from_math, "messages": from_messages}
-
-
-# ---------------------------------------------------------------- gold answers
-
-
-def gsm8k_gold(answer: str) -> str:
-    """The number after the last `####`, without thousands commas. `#### $1,250.` gives 1250."""
-    if "####" not in answer:
-        raise BadRow("the answer has no #### marker")
-    tail = answer.rpartition("####")[2].strip()
-    gold = tail.replace(",", "").replace("$", "").removesuffix(".")
-    if not re.fullmatch(r"[-+]?(\d+(\.\d+)?|\.\d+)", gold):
-        raise BadRow(f"the text after #### is {tail[:40]!r}, not a number")
-    return gold
-
-
-def math_gold(solution: str) -> str:
-    """What the last `\\boxed{…}`, `\\fbox{…}` or `\\boxed 5` holds, braces balanced."""
-    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", solution))):
-        rest = solution[match.end():]
-        if rest.startswith("{"):
-            return braced(rest)
-        bare = re.match(r"-?\d[\d,]*(\.\d+)?|[A-Za-z](?=\$)", rest)  # `\boxed as asked` is prose, not a box
-        if bare:
-            return bare[0].rstrip(",")
-    raise BadRow("the solution has no \\boxed{} or \\fbox{}")
-
-
-def braced(text: str) -> str:
-    """The inside of the balanced group that opens `text`; escaped braces do not count."""
-    depth, at = 0, 0
-    while at < len(text):
-        if text[at] == "\\":
-            at += 1
-        elif text[at] in "{}":
-            depth += 1 if text[at] == "{" else -1
-            if depth == 0:
-                inside = text[1:at].strip()
-                if not inside:
-                    raise BadRow("the last box is empty")
-                return inside
-        at += 1
-    raise BadRow("the last box is cut off: its braces do not balance")
-
-
 # ---------------------------------------------------------------- splits
 
 
@@ -286,8 +153,8 @@ def read_splits(place: Path, limits: dict[str, int | None], seed: int) -> dict[s
     if "test" not in records and limits["test"]:
         rows = records["train"]
         if limits["test"] >= len(rows):
-            raise MfsdpError(Problem("--test-rows", str(limits["test"]), f"{place.name} holds {len(rows)} rows: none would be left to train on",
-                                     f"give at most {max(len(rows) - 1, 0)}", code=USAGE))
+            why = f"{place.name} holds {len(rows)} rows: none would be left to train on"
+            raise MfsdpError(Problem("--test-rows", str(limits["test"]), why, f"give at most {max(len(rows) - 1, 0)}", code=USAGE))
         chosen = set(random.Random(seed).sample(range(len(rows)), limits["test"]))
         records = {"train": [r for i, r in enumerate(rows) if i not in chosen], "test": [r for i, r in enumerate(rows) if i in chosen]}
     elif limits["test"] == 0:
@@ -300,8 +167,8 @@ def arithmetic_records(limits: dict[str, int | None], seed: int) -> dict[str, li
     counts = {split: ARITHMETIC_ROWS[split] if limits[split] is None else limits[split] for split in SPLITS}
     universe = [(a, sign, b) for a in range(100) for b in range(100) for sign in "+-" if sign == "+" or a >= b]
     if sum(counts.values()) > len(universe):
-        raise MfsdpError(Problem("--train-rows", str(counts["train"]), f"with {counts['test']} test rows that is {sum(counts.values())}, and there are "
-                                 f"only {len(universe)} different questions", f"ask for at most {len(universe)} in all", code=USAGE))
+        why = f"with {counts['test']} test rows that is {sum(counts.values())}, and there are only {len(universe)} different questions"
+        raise MfsdpError(Problem("--train-rows", str(counts["train"]), why, f"ask for at most {len(universe)} in all", code=USAGE))
     drawn = iter(random.Random(seed).sample(universe, sum(counts.values())))
     records = {}
     for split in SPLITS:
@@ -324,11 +191,10 @@ def report_bad(faults: list[Fault], skip_bad: bool) -> list[Problem]:
     if not faults:
         return []
     level, fix = ("warning", "dropped") if skip_bad else ("error", "correct the row, or drop every such row with --skip-bad")
-    problems = [Problem(f"{f.split} row {f.index}", "", f.reason, fix, where=f.where, code=BAD_INPUT, level=level) for f in faults[:MAX_LISTED]]
+    told = [(f"{f.split} row {f.index}", "", f.reason, fix, f.where) for f in faults[:MAX_LISTED]]
     if len(faults) > MAX_LISTED:
-        problems.append(Problem("rows", str(len(faults)), f"{len(faults)} rows cannot be used; the first {MAX_LISTED} are listed", fix,
-                                code=BAD_INPUT, level=level))
-    return problems
+        told.append(("rows", str(len(faults)), f"{len(faults)} rows cannot be used; the first {MAX_LISTED} are listed", fix, ""))
+    return [Problem(*words, code=BAD_INPUT, level=level) for words in told]
 
 
 def schema(purpose: str):
@@ -361,8 +227,8 @@ def to_row(example: Example, split: str, index: int, purpose: str) -> dict:
     }
 
 
-def write_splits(examples: dict, out_dir: Path, purpose: str, origin: str, problems: list[Problem], dropped: dict[str, int]) -> PreparedReport:
-    """Each file under a temporary name first: a file called train.parquet is always whole."""
+def write_splits(examples: dict, out_dir: Path, purpose: str, origin: str) -> dict[str, int]:
+    """Rows of each file written, by path. Each is written under a temporary name first: a file called train.parquet is always whole."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -381,8 +247,4 @@ def write_splits(examples: dict, out_dir: Path, purpose: str, origin: str, probl
         finally:
             temporary.unlink(missing_ok=True)
         rows_written[str(path)] = len(rows)
-    for split in SPLITS:
-        stale = out_dir / f"{split}.parquet"
-        if split not in examples and stale.exists():
-            problems.append(Problem(str(stale), "", "was there before, and this call wrote no such split", "delete it if it is not wanted", level="note"))
-    return PreparedReport(list(rows_written), rows_written, dropped, problems)
+    return rows_written

@@ -24,57 +24,56 @@ class Record:
     error: str = ""
 
 
+def refuse(found, why: str, fix: str, code: int = BAD_INPUT) -> MfsdpError:
+    return MfsdpError(Problem("input", str(found), why, fix, code=code))
+
+
 def locate(source: str, given: str | None) -> Path:
     """The local file or folder to read. A hub id is fetched through huggingface_hub, from its cache when it is there."""
     if given is None and source not in HUB_IDS:
-        raise MfsdpError(Problem("input", "", f"{source} has no default data set", "give a .jsonl or .parquet file, or a folder of them",
-                                 code=BAD_INPUT))
+        raise refuse("", f"{source} has no default data set", "give a .jsonl or .parquet file, or a folder of them")
     given = given or HUB_IDS[source]
     path = Path(given).expanduser()
     if path.exists():
         return path
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given) and path.suffix not in SUFFIXES:
         return fetch(given)
-    raise MfsdpError(Problem("input", given, "no such file or folder", "give a file, a folder or a hub id such as openai/gsm8k", code=BAD_INPUT))
+    raise refuse(given, "no such file or folder", "give a file, a folder or a hub id such as openai/gsm8k")
 
 
 def fetch(hub_id: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise MfsdpError(Problem("input", hub_id, "not a local path, and the package huggingface_hub, which would fetch it, is not installed",
-                                 "give a local file or folder, or install huggingface_hub", code=MACHINE_UNFIT)) from None
+        raise refuse(hub_id, "not a local path, and the package huggingface_hub, which would fetch it, is not installed",
+                     "give a local file or folder, or install huggingface_hub", code=MACHINE_UNFIT) from None
     patterns = HUB_PATTERNS.get(hub_id, [f"*{suffix}" for suffix in SUFFIXES])
     try:
         return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=patterns))
     except Exception as error:  # offline, unknown, gated: each of its releases raises other classes for them
         cause = (str(error).strip().splitlines() or [""])[0][:200]
-        raise MfsdpError(Problem("input", hub_id, f"not a local path, and the hub did not give it: {type(error).__name__}: {cause}",
-                                 "give a local file or folder", code=BAD_INPUT)) from error
+        why = f"not a local path, and the hub did not give it: {type(error).__name__}: {cause}"
+        raise refuse(hub_id, why, "give a local file or folder") from error
 
 
 def split_files(place: Path) -> dict[str, list[Path]]:
     """Files of each split. A folder's are called train* and test*, in it or in one folder below; a lone file is the train split."""
     if place.is_file():
         if place.suffix not in SUFFIXES:
-            raise MfsdpError(Problem("input", str(place), f"cannot read {place.suffix or 'a file without suffix'}", f"give {', '.join(SUFFIXES)}",
-                                     code=BAD_INPUT))
+            raise refuse(place, f"cannot read {place.suffix or 'a file without suffix'}", f"give {', '.join(SUFFIXES)}")
         return {"train": [place]}
-    found, problems = {}, []
+    found = {}
     candidates = sorted(p for p in [*place.glob("*"), *place.glob("*/*")] if p.suffix in SUFFIXES and p.is_file())
     for split in ("train", "test"):
         paths = [p for p in candidates if re.match(rf"{split}([^a-zA-Z]|$)", p.stem)]
         kinds = sorted({f"{p.parent.relative_to(place)}/*{p.suffix}" for p in paths})
         if len(kinds) > 1:
-            problems.append(Problem("input", str(place), f"{split} files of several kinds: {', '.join(kinds)}", "give the folder or file of one of them",
-                                    code=BAD_INPUT))
-        elif paths:
+            raise refuse(place, f"{split} files of several kinds: {', '.join(kinds)}", "give the folder or file of one of them")
+        if paths:
             found[split] = paths
-    if not problems and "train" not in found:
+    if "train" not in found:
         names = ", ".join(str(p.relative_to(place)) for p in candidates[:5]) or "no .jsonl, .json or .parquet file"
-        problems.append(Problem("input", str(place), f"no train* file; it holds {names}", "name the file itself, or call it train.jsonl", code=BAD_INPUT))
-    if problems:
-        raise MfsdpError(problems)
+        raise refuse(place, f"no train* file; it holds {names}", "name the file itself, or call it train.jsonl")
     return found
 
 
@@ -85,7 +84,7 @@ def read_records(paths: list[Path]) -> list[Record]:
         try:
             rows = list(READERS[path.suffix](path))
         except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-            raise MfsdpError(Problem("input", str(path), f"cannot be read: {error}", f"give a {path.suffix} file that is whole", code=BAD_INPUT)) from error
+            raise refuse(path, f"cannot be read: {error}", f"give a {path.suffix} file that is whole") from error
         for value, where, error in rows:
             if not error and not isinstance(value, dict):
                 error = f"is {type(value).__name__}, not an object with named columns"

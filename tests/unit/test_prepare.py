@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from mfsdp_cli.data.prepare import BadRow, gsm8k_gold, math_gold, prepare, schema
+from mfsdp_cli.data.convert import BadRow, gsm8k_gold, math_gold
+from mfsdp_cli.data.prepare import prepare, schema
 from mfsdp_cli.data.sources import split_files
 from mfsdp_cli.errors import BAD_INPUT, USAGE, MfsdpError
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("MFSDP_TEST_DATA", ROOT.parent / "shared" / "data"))
-needs_data = pytest.mark.skipif(not (DATA / "gsm8k" / "train.jsonl").exists(), reason="the public data sets are not here: set MFSDP_TEST_DATA")
+needs_data = pytest.mark.skipif(not (DATA / "gsm8k").exists(), reason="the public data sets are not here: set MFSDP_TEST_DATA")
 
 
 def jsonl(path: Path, rows: list) -> Path:
@@ -218,8 +219,8 @@ def test_every_bad_row_is_told_with_its_line_and_reason(tmp_path):
     problems = caught.value.problems
     assert [p.where for p in problems] == [f"{source}:{line}" for line in range(2, 12)]
     assert [p.key for p in problems] == [f"train row {row}" for row in range(1, 11)]
-    wanted = ["no assistant message", "no assistant message", "message 2 is a system", "role 'robot'", "message 1 (user) has content NoneType",
-              "is empty", "no column messages", "tool_calls", "is not JSON", "is list"]
+    wanted = ["no assistant message", "no assistant message", "message 2 is a system", "role 'robot'",
+              "message 1 (user) has content NoneType", "is empty", "no column messages", "tool_calls", "is not JSON", "is list"]
     for problem, part in zip(problems, wanted, strict=True):
         assert part in problem.why
     assert caught.value.exit_code == BAD_INPUT and not (tmp_path / "out").exists()
@@ -265,14 +266,15 @@ def test_row_limits_and_a_test_split_held_out_of_one_file(tmp_path):
     train, test = (rows_of(path) for path in report.files)
     seen = [row["extra_info"]["index"] for row in train], [row["extra_info"]["index"] for row in test]
     assert len(seen[1]) == 3 and sorted(seen[0] + seen[1]) == list(range(10))
-    report = prepare("gsm8k", input=str(source), out_dir=str(tmp_path / "few"), purpose="rl", train_rows=4)
+    report = prepare("gsm8k", input=str(source), out_dir=str(tmp_path / "out"), purpose="rl", train_rows=4)
+    assert "earlier call" in report.problems[0].why and len(report.files) == 1
     assert [row["extra_info"]["index"] for row in rows_of(report.files[0])] == [0, 1, 2, 3]
 
 
 def test_a_folder_gives_its_splits_and_ambiguity_is_refused(tmp_path):
-    for name in ("main/train-00000-of-00002.parquet", "main/train-00001-of-00002.parquet", "main/test-00000-of-00001.parquet", "main/training.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+    (tmp_path / "main").mkdir()
+    for name in ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "test-00000-of-00001.parquet", "training.parquet"):
+        (tmp_path / "main" / name).touch()
     found = split_files(tmp_path)
     assert [p.name[:11] for p in found["train"]] == ["train-00000", "train-00001"] and len(found["test"]) == 1
     (tmp_path / "train.jsonl").touch()
