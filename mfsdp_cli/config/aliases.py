@@ -38,6 +38,7 @@ RENAMED = {
 
 _UNSET = (None, False, {}, [], "")
 _NOT_HERE = "is not offered here"
+_MADE_WITH = "the model's configuration is what its weights were made with"
 
 # Accepted with the listed values only, which change nothing; anything else would be silently lost, so it is refused.
 ONLY = {
@@ -75,8 +76,8 @@ ONLY = {
     "model.tokenizer_path": (_UNSET, "the tokenizer is read from the model folder", "put the tokenizer files into the model folder"),
     "model.custom_chat_template": (_UNSET, "the chat template is the tokenizer's", "write it into the model folder's chat_template.jinja"),
     "model.external_lib": (_UNSET, f"loading other libraries {_NOT_HERE}", "leave it out"),
-    "model.override_config": (_UNSET, "the model's configuration is what its weights were made with", "edit the model folder's config.json"),
-    "model.override_config.*": ((), "the model's configuration is what its weights were made with", "edit the model folder's config.json"),
+    "model.override_config": (_UNSET, _MADE_WITH, "edit the model folder's config.json"),
+    "model.override_config.*": ((), _MADE_WITH, "edit the model folder's config.json"),
     "model.enable_activation_offload": (_UNSET, f"it {_NOT_HERE}", "use engine.recompute=full"),
     "model.use_liger": (_UNSET, "its kernels are for Hugging Face model code, which does not run here", "leave it out"),
     "model.truncate_padding": (_UNSET, "batches have no padding", "leave it out"),

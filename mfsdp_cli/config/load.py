@@ -205,7 +205,9 @@ def _assignment(text: str, problems: list[Problem]) -> list[Entry]:
         node = yaml.compose(value, Loader=yaml.BaseLoader)
     except yaml.YAMLError as e:
         why = f"the value is not valid YAML: {getattr(e, 'problem', e)}"
-        problems.append(Problem(key, value, why, "quote the argument for the shell, as in 'trainer.logger=[console, file]'", "command line"))
+        problems.append(Problem(
+            key, value, why, "quote the argument for the shell, as in 'trainer.logger=[console, file]'", "command line",
+        ))
         return []
     if isinstance(node, yaml.MappingNode) and node.value:
         return list(_flatten(node, key + ".", lambda line: "command line", problems))

@@ -1,0 +1,63 @@
+"""A machine on which everything is in order, to be made worse one fact at a time."""
+
+from __future__ import annotations
+
+from mfsdp_cli.config.schema import SftSettings
+from mfsdp_cli.launch.facts import Facts, ParquetFacts
+
+CHAT = "list<element: struct<role: string, content: string>>"
+
+# Qwen2.5-Math-7B's numbers.
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 4096,
+    "hidden_act": "silu", "use_sliding_window": False, "sliding_window": 4096, "rope_theta": 10000, "tie_word_embeddings": False,
+}
+# Qwen3-30B-A3B's numbers.
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "norm_topk_prob": True, "attention_bias": False, "rope_scaling": None,
+}
+# Llama-3.1-8B's numbers.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    },
+}
+VERSIONS = {
+    "torch": "2.11.0", "transformers": "5.12.1", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "transformer-engine": None,
+    "wandb": None, "tensorboard": "2.20.0", "pyarrow": "21.0.0",
+}
+
+
+def make_facts(**overrides) -> Facts:
+    """8 H200 GPUs, Qwen2.5-Math-7B in a folder, one training file of 1,000 rows and one validation file of 100."""
+    facts = {
+        "environ": {}, "num_gpus": 8, "gpu_names": ("NVIDIA H200",) * 8,
+        "gpu_memory_mib": (143771,) * 8, "gpu_compute_capability": (9.0,) * 8,
+        "num_cpus": 64, "host_memory_gib": 1024.0, "free_disk_gib": 5000.0,
+        "model_path": "models/qwen", "model_config": dict(QWEN2), "model_error": "", "has_tokenizer": True,
+        "model_weight_files": ("model.safetensors",),
+        "parquet": {name: ParquetFacts(name, rows, {"messages": CHAT}) for name, rows in (("train.parquet", 1000), ("val.parquet", 100))},
+        "versions": dict(VERSIONS),
+    }
+    assert set(overrides) <= set(facts), set(overrides) - set(facts)
+    return Facts(**(facts | overrides))
+
+
+def make_settings(**overrides) -> SftSettings:
+    """A run that fits `make_facts`: 8 ranks, TP 4. Overrides are written section__name=value."""
+    settings = SftSettings()
+    settings.model.path = "models/qwen"
+    settings.data.train_files, settings.data.val_files = ["train.parquet"], ["val.parquet"]
+    settings.engine.tensor_model_parallel_size = 4
+    settings.trainer.n_gpus_per_node = 8
+    for name, value in overrides.items():
+        section, _, field = name.partition("__")
+        assert hasattr(getattr(settings, section), field), name
+        setattr(getattr(settings, section), field, value)
+    return settings
