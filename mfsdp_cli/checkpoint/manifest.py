@@ -225,14 +225,14 @@ def complete_steps(checkpoints_dir: str | Path) -> dict[int, Path]:
 
 
 def is_complete(folder: str | Path) -> bool:
-    return not _examine(Path(folder))[1]
+    return not examine(Path(folder))[1]
 
 
 def require_complete(path: str | Path) -> Manifest:
     """The manifest of a step folder whose files are all there in full size.
 
     Raises MfsdpError (BAD_INPUT) with everything that is missing, cut short or unreadable."""
-    manifest, problems = _examine(Path(path))
+    manifest, problems = examine(Path(path))
     if problems:
         raise MfsdpError(problems)
     return manifest
@@ -241,7 +241,7 @@ def require_complete(path: str | Path) -> Manifest:
 def verify(path: str | Path) -> list[Problem]:
     """Read every byte of a step folder again; one problem for each file that is not what was saved."""
     folder = Path(path)
-    manifest, problems = _examine(folder)
+    manifest, problems = examine(folder)
     if manifest is None:
         return problems
     intact = [name for name, entry in manifest.files.items() if _size(folder / name) == entry["bytes"]]
@@ -253,13 +253,14 @@ def verify(path: str | Path) -> list[Problem]:
     return problems
 
 
-def _examine(folder: Path) -> tuple[Manifest | None, list[Problem]]:
-    if folder.name.endswith(TMP):
-        return None, [_problem(folder, "a .tmp folder", "the save was interrupted, or is still going on", "use a folder without .tmp")]
+def examine(folder: Path) -> tuple[Manifest | None, list[Problem]]:
+    """The manifest, as far as it can be read, and everything that keeps the checkpoint from being complete."""
     try:
         manifest = _read_manifest(folder)
     except MfsdpError as error:
         return None, error.problems
+    if folder.name.endswith(TMP):
+        return manifest, [_problem(folder, "a .tmp folder", "the save was interrupted, or is still going on", "use a folder without .tmp")]
     problems = []
     for name, entry in manifest.files.items():
         size = _size(folder / name)
@@ -281,7 +282,7 @@ def _read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise _bad(folder, "missing", "there is no such folder", "give a checkpoint folder that exists")
     if not path.is_file():
-        raise _bad(folder, f"no {MANIFEST}", f"{MANIFEST} is written last, so this save was interrupted", "use another checkpoint")
+        raise _bad(folder, f"no {MANIFEST}", f"{MANIFEST} is written last, so this save was interrupted or is still going on", "use another checkpoint")
     try:
         data = json.loads(path.read_text())
     except (ValueError, OSError) as error:

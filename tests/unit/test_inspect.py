@@ -1,0 +1,348 @@
+"""Reading checkpoints without torch, against folders that torch.distributed.checkpoint really wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mfsdp_cli.checkpoint import manifest
+from mfsdp_cli.checkpoint.dcp_metadata import read_dcp
+from mfsdp_cli.checkpoint.hf_folder import read_hf
+from mfsdp_cli.checkpoint.inspect import inspect, render, size_words
+from mfsdp_cli.errors import BAD_INPUT, MISMATCH, OK, MfsdpError
+
+REPO = Path(__file__).parents[2]
+
+# Two ranks and names as Megatron-FSDP gives them; 3 rows on 2 ranks are an uneven split. Forked, so torch is imported once.
+WRITER = """
+import os, sys
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+root = sys.argv[1]
+
+def main(rank):
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    def put(*shape, dtype=torch.float32, how=Shard(0)):
+        return distribute_tensor(torch.ones(*shape, dtype=dtype), mesh, [how])
+    fc1, emb, bf16 = "module.decoder.layers.0.mlp.linear_fc1.weight", "module.embedding.word_embeddings.weight", torch.bfloat16
+    state = {
+        "model": {emb: put(6, 4, dtype=bf16), fc1 + "_w": put(3, 4, dtype=bf16), fc1 + "_v": put(3, 4, dtype=bf16),
+                  "module.decoder.final_layernorm.weight": put(4, how=Replicate())},
+        "optimizer": {"state": {"module." + name: {"exp_avg": put(rows, 4), "exp_avg_sq": put(rows, 4)}
+                                for name, rows in ((emb, 6), (fc1 + "_w", 3), (fc1 + "_v", 3))},
+                      "param_groups": [{"lr": 1e-5, "betas": (0.9, 0.95), "step": torch.tensor(7.0)}]},
+        "extra": {"rng": b"bytes"},
+    }
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{root}/dcp"))
+    dist.destroy_process_group()
+
+children = []
+for rank in range(2):
+    pid = os.fork()
+    if pid == 0:
+        main(rank)
+        os._exit(0)
+    children.append(pid)
+sys.exit(max(os.waitpid(pid, 0)[1] for pid in children) != 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("written")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WRITER, str(root)], capture_output=True, text=True,
+                          env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return root / "dcp"
+
+
+@pytest.fixture
+def dcp(written, tmp_path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "bare"))
+
+
+def hf_folder(folder: Path, *, weights: bool = False, tokenizer: bool = True) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    if tokenizer:
+        (folder / "tokenizer.json").write_text("{}")
+    if weights:
+        safetensors(folder / "model.safetensors", {"embed": ("BF16", [6, 4]), "norm": ("F32", [4])})
+    return folder
+
+
+def safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = {"BF16": 2, "F32": 4}[dtype]
+        for axis in shape:
+            size *= axis
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
+
+
+def mfsdp_step(run: Path, written: Path, step: int, contents=("model", "optimizer", "extra")) -> Path:
+    tmp = manifest.begin(run / "checkpoints", step)
+    shutil.copytree(written, tmp / "dist_ckpt")
+    hf_folder(tmp / "huggingface")
+    return manifest.commit(tmp, manifest.Manifest(
+        step=step, total_steps=400, samples_consumed=8 * step, contents=list(contents), dtype="bfloat16", padded_vocab_size=512,
+        topology={"world": 2, "dp": 2, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1}, architecture="Qwen2ForCausalLM",
+        source_model="Qwen/Qwen2.5-Math-7B", num_tensors=11, versions={"torch": "2.11.0"}))
+
+
+# ---------------------------------------------------------------- .metadata
+
+def test_tensors_chunks_and_files_are_those_that_torch_wrote(dcp):
+    found = read_dcp(dcp)
+    assert found.problems == ()
+    by_name = {entry.name: entry for entry in found.tensors}
+    assert len(by_name) == 11
+    both = ("__0_0.distcp", "__1_0.distcp")
+    emb = by_name["model.module.embedding.word_embeddings.weight"]
+    assert (emb.shape, emb.dtype, emb.num_chunks, emb.files, emb.num_bytes) == ((6, 4), "bfloat16", 2, both, 48)
+    moment = by_name["optimizer.state.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.exp_avg_sq"]
+    assert (moment.shape, moment.dtype, moment.num_chunks, moment.files, moment.num_bytes) == ((3, 4), "float32", 2, both, 48)
+    norm = by_name["model.module.decoder.final_layernorm.weight"]
+    assert (norm.num_chunks, len(norm.files), norm.num_bytes) == (1, 1, 16)
+    step = by_name["optimizer.param_groups.0.step"]
+    assert (step.shape, step.num_elements, step.num_bytes) == ((), 1, 4)
+    assert sorted(found.objects) == ["extra.rng", "optimizer.param_groups.0.betas", "optimizer.param_groups.0.lr"]
+    assert found.files == {name: (dcp / name).stat().st_size for name in both}
+
+
+def test_a_missing_and_a_truncated_file_are_both_told(dcp):
+    first, second = dcp / "__0_0.distcp", dcp / "__1_0.distcp"
+    size = first.stat().st_size
+    os.truncate(first, size - 1)
+    second.unlink()
+    problems = {Path(p.key).name: p for p in read_dcp(dcp).problems}
+    assert problems["__1_0.distcp"].found == "missing"
+    assert problems["__0_0.distcp"].found == f"{size - 1:,} bytes" and f"up to byte {size:,}" in problems["__0_0.distcp"].why
+    assert all(p.code == BAD_INPUT for p in problems.values())
+
+
+class Attack:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.target}",)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_a_pickle_that_calls_a_function_is_refused_and_not_run(tmp_path, protocol):
+    evidence = tmp_path / "ran"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"model": Attack(evidence)}, protocol))
+    with pytest.raises(MfsdpError, match="may be an attack") as caught:
+        read_dcp(tmp_path)
+    assert caught.value.problems[0].found.endswith(".system") and caught.value.exit_code == BAD_INPUT
+    assert not evidence.exists()
+
+
+@pytest.mark.parametrize("name", ["builtins eval", "builtins getattr", "builtins __import__", "torch load", "os system", "collections Counter",
+                                  "torch.distributed.checkpoint.metadata os", "mfsdp_cli.errors MfsdpError"])
+def test_only_the_listed_names_are_known(tmp_path, name):
+    (tmp_path / ".metadata").write_bytes(b"c" + name.replace(" ", "\n").encode() + b"\n(S'1'\ntR.")
+    with pytest.raises(MfsdpError, match="may be an attack") as caught:
+        read_dcp(tmp_path)
+    assert caught.value.problems[0].found == name.replace(" ", ".")
+
+
+def test_damaged_metadata_is_an_error_at_every_length(dcp):
+    data = (dcp / ".metadata").read_bytes()
+    for length in range(0, len(data), 37):
+        (dcp / ".metadata").write_bytes(data[:length])
+        with pytest.raises(MfsdpError, match="damaged or cut short"):
+            read_dcp(dcp)
+    (dcp / ".metadata").write_bytes(pickle.dumps({"not": "metadata"}))
+    with pytest.raises(MfsdpError, match="damaged"):
+        read_dcp(dcp)
+    (dcp / ".metadata").unlink()
+    with pytest.raises(MfsdpError, match="did not finish"):
+        read_dcp(dcp)
+
+
+# ---------------------------------------------------------------- inspect
+
+def test_report_of_an_mfsdp_checkpoint(written, tmp_path):
+    folder = mfsdp_step(tmp_path / "run", written, 100)
+    report = inspect(tmp_path / "run", tensors=True, verify=True)
+    assert report["exit_code"] == OK and report["complete"] and report["verified"] and report["problems"] == []
+    assert (report["layout"], report["step"], report["total_steps"], report["samples_consumed"]) == ("mfsdp", 100, 400, 800)
+    assert report["topology"]["dp"] == 2 and report["contents"] == ["model", "optimizer", "extra"]
+    # by hand: embedding 6x4, halves 3x4 each (bf16) and norm 4 (fp32); two fp32 moments of embedding and halves
+    assert report["groups"] == [
+        {"name": "model parameters", "num_tensors": 4, "num_logical_tensors": 3, "num_elements": 52, "bytes": 112},
+        {"name": "optimizer moments", "num_tensors": 6, "num_logical_tensors": 4, "num_elements": 96, "bytes": 384},
+        {"name": "optimizer, other", "num_tensors": 1, "num_logical_tensors": 1, "num_elements": 1, "bytes": 4},
+    ]
+    assert {row["name"]: (row["num_tensors"], row["num_elements"], row["bytes"]) for row in report["dtypes"]} == {
+        "bfloat16": (3, 48, 96), "float32": (8, 101, 404)}
+    assert (report["num_tensors"], report["num_logical_tensors"], report["num_objects"]) == (11, 8, 3)
+    assert len(report["tensors"]) == 11 and report["tensors"][0]["num_chunks"] == 2
+    assert report["huggingface"] == {"path": str(folder / "huggingface"), "config": True, "tokenizer": True, "num_weights": 0, "weight_bytes": 0}
+    assert report["export"] == {"possible": True, "why": f"mfsdp ckpt export-hf {folder} -o DIR"}
+    assert report["steps"] == [{"step": 100, "path": str(folder), "latest": True}]
+    json.dumps(report, allow_nan=False)
+
+
+def test_every_way_to_name_a_checkpoint_gives_the_same_report(written, tmp_path):
+    mfsdp_step(tmp_path / "run", written, 50)
+    folder = mfsdp_step(tmp_path / "run", written, 100)
+    reports = [inspect(p) for p in (tmp_path / "run", tmp_path / "run" / "checkpoints", folder, folder / "dist_ckpt", folder / "huggingface")]
+    assert all(report == reports[0] for report in reports)
+    assert [(s["step"], s["latest"]) for s in reports[0]["steps"]] == [(50, False), (100, True)]
+
+
+def test_faults_of_an_mfsdp_checkpoint_are_told_once_each(written, tmp_path):
+    folder = mfsdp_step(tmp_path, written, 3)
+    (folder / "dist_ckpt" / "__1_0.distcp").unlink()
+    os.truncate(folder / "dist_ckpt" / "__0_0.distcp", 10)
+    report = inspect(folder, verify=True)
+    assert report["exit_code"] == BAD_INPUT and not report["complete"]
+    assert sorted(Path(p["key"]).name for p in report["problems"]) == ["__0_0.distcp", "__1_0.distcp"]
+    assert report["export"] == {"possible": False, "why": "the checkpoint is not whole"}
+    assert report["num_tensors"] == 11, "what .metadata says is still shown"
+    assert "NOT USABLE (2 problems)" in render(report)
+
+
+def test_verify_finds_what_sizes_hide(written, tmp_path):
+    folder = mfsdp_step(tmp_path, written, 3)
+    shard = folder / "dist_ckpt" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    shard.write_bytes(data)
+    assert inspect(folder)["exit_code"] == OK
+    report = inspect(folder, verify=True)
+    assert report["exit_code"] == MISMATCH and not report["verified"] and [p["key"] for p in report["problems"]] == [str(shard)]
+
+
+def test_an_interrupted_save_is_described_and_refused(written, tmp_path):
+    tmp = manifest.begin(tmp_path, 9)
+    shutil.copytree(written, tmp / "dist_ckpt")
+    report = inspect(tmp)
+    assert (report["exit_code"], report["step"], report["num_tensors"]) == (BAD_INPUT, 9, 11)
+    assert "interrupted" in report["problems"][0]["why"]
+    with pytest.raises(MfsdpError, match="none of these is a complete checkpoint"):
+        inspect(tmp_path)
+
+
+def test_a_checkpoint_without_model_cannot_be_exported(written, tmp_path):
+    report = inspect(mfsdp_step(tmp_path, written, 1, contents=("extra",)))
+    assert report["export"] == {"possible": False, "why": "it holds no model, only extra"}
+
+
+def test_verl_current_layout(written, tmp_path):
+    actor = tmp_path / "global_step_40" / "actor"
+    hf_folder(actor / "model" / "huggingface", weights=True)
+    shutil.copytree(written, actor / "model" / "dist_ckpt")
+    places = {"model": {"path": "model/dist_ckpt"}, "hf_config": {"path": "model/huggingface"}}
+    contents = {"schema_version": 2, "arch": "Qwen2ForCausalLM", "global_step": 40, "world_size": 8, "save_contents": ["model"], "contents": places}
+    (actor / "ckpt_contents.json").write_text(json.dumps(contents))
+    for path in (actor, actor / "model", actor / "model" / "dist_ckpt", actor / "model" / "huggingface", tmp_path / "global_step_40"):
+        report = inspect(path)
+        assert (report["layout"], report["step"], report["topology"], report["num_tensors"]) == ("verl", 40, {"world": 8}, 11), path
+        assert Path(report["path"]) == actor and report["exit_code"] == OK
+    assert report["huggingface"]["num_weights"] == 2 and report["huggingface"]["weight_bytes"] == 64
+    assert report["export"]["why"].startswith("not needed")
+    contents["contents"]["optimizer"] = {"path": "optimizer/dist_ckpt"}
+    (actor / "ckpt_contents.json").write_text(json.dumps(contents))
+    (problem,) = inspect(actor)["problems"]
+    assert problem["key"].endswith("optimizer/dist_ckpt") and "places optimizer there" in problem["why"]
+    (actor / "ckpt_contents.json").unlink()
+    report = inspect(actor)
+    assert report["layout"] == "verl" and report["exit_code"] == BAD_INPUT
+    assert "last, so this save was interrupted" in report["problems"][0]["why"]
+
+
+def test_verl_old_layout_and_the_choice_among_steps_and_roles(written, tmp_path):
+    for step in (10, 20):
+        for role in ("actor", "critic"):
+            shutil.copytree(written, tmp_path / f"global_step_{step}" / role / "dist_ckpt")
+            hf_folder(tmp_path / f"global_step_{step}" / role / "huggingface")
+    report = inspect(tmp_path / "global_step_20" / "critic")
+    assert (report["layout"], report["step"], report["exit_code"], report["huggingface"]["num_weights"]) == ("verl-old", 20, OK, 0)
+    assert "old layout" in report["export"]["why"]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    report = inspect(tmp_path)
+    assert (report["step"], Path(report["path"])) == (10, tmp_path / "global_step_10" / "actor")
+    assert [p["level"] for p in report["problems"]] == ["note", "note"] and report["exit_code"] == OK
+
+
+def test_megatron_bare_and_hugging_face_folders(written, dcp, tmp_path):
+    iteration = tmp_path / "mlm" / "iter_0000100"
+    shutil.copytree(written, iteration)
+    report = inspect(tmp_path / "mlm")
+    assert (report["layout"], report["title"], report["step"]) == ("megatron", "Megatron checkpoint (fsdp_dtensor)", 100)
+    (iteration / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    assert inspect(iteration)["title"] == "Megatron checkpoint (torch_dist)"
+    report = inspect(dcp, verify=True)
+    assert (report["layout"], report["exit_code"], report["verified"]) == ("dcp", OK, False)
+    assert "no checksums" in report["problems"][0]["why"]
+    report = inspect(hf_folder(tmp_path / "hf", weights=True))
+    assert (report["layout"], report["groups"][0]["num_elements"], report["exit_code"]) == ("huggingface", 28, OK)
+
+
+def test_hugging_face_weights_that_are_missing_cut_short_or_elsewhere(tmp_path):
+    folder = hf_folder(tmp_path / "hf")
+    safetensors(folder / "a.safetensors", {"x": ("F32", [2, 3])})
+    safetensors(folder / "b.safetensors", {"y": ("BF16", [5])})
+    weight_map = {"x": "a.safetensors", "y": "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert read_hf(folder).problems == () and [t.num_bytes for t in read_hf(folder).tensors] == [24, 10]
+    os.truncate(folder / "b.safetensors", (folder / "b.safetensors").stat().st_size - 1)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map | {"z": "a.safetensors", "w": "c.safetensors"}}))
+    told = [(Path(p.key).name, p.why.split(":")[0]) for p in read_hf(folder).problems]
+    assert told == [("b.safetensors", "cut short"), ("c.safetensors", "model.safetensors.index.json places tensors in it"),
+                    ("a.safetensors", "model.safetensors.index.json places z in it, but it is not there")]
+    (folder / "b.safetensors").write_bytes(b"\xff" * 20)
+    assert "header does not fit" in read_hf(folder).problems[0].why
+
+
+def test_what_is_no_checkpoint_is_said_with_what_was_found(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(MfsdpError, match="notes.txt: no checkpoint layout is recognised"):
+        inspect(tmp_path)
+    for absent in (tmp_path / "nowhere", tmp_path / "notes.txt"):
+        with pytest.raises(MfsdpError, match="a checkpoint is a folder"):
+            inspect(absent)
+
+
+def test_text_shows_the_sums_in_columns(written, tmp_path):
+    text = render(inspect(mfsdp_step(tmp_path, written, 100), tensors=True))
+    lines = text.splitlines()
+    assert "  step         100 of 400" in lines
+    assert "  topology     world 2 dp 2 tp 1 pp 1 cp 1 ep 1 etp 1" in lines
+    assert any(line.split() == ["model", "parameters", "4", "3", "52", "112", "B"] for line in lines)
+    assert any(line.split() == ["model.module.embedding.word_embeddings.weight", "6×4", "bfloat16", "2", "48", "B"] for line in lines)
+
+
+@pytest.mark.parametrize("num_bytes, words", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB"), (5000 * 2**40, "5000.0 TiB")])
+def test_sizes_in_words(num_bytes, words):
+    assert size_words(num_bytes) == words
+
+
+def test_inspecting_imports_nothing_heavy_and_changes_nothing(written, tmp_path):
+    mfsdp_step(tmp_path, written, 100)
+
+    def state():
+        return sorted((str(p), p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+
+    before = state()
+    code = ("import sys; from mfsdp_cli.checkpoint.inspect import inspect, render; render(inspect(sys.argv[1], tensors=True, verify=True)); "
+            "print([m for m in ('torch', 'numpy', 'rich', 'yaml', 'pyarrow', 'pydantic', 'transformers', 'megatron') if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
+    assert state() == before
