@@ -1,0 +1,127 @@
+"""Megatron-Bridge, imported without TransformerEngine when there is none, and what goes through it: the model's
+configuration and weights in, weights out.
+
+Import order matters. megatron.core must decide whether TransformerEngine is there before a stand-in for it exists;
+megatron.bridge (0.6.2) imports `transformer_engine.pytorch` unconditionally in peft/lora_layers.py, so without
+TransformerEngine an empty stand-in is put into sys.modules for the length of that import.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from mfsdp_cli.engine import cpu
+
+ON_CPU = not torch.cuda.is_available()
+if ON_CPU:
+    cpu.install()
+
+# These decide "is TransformerEngine there?" at import, and must be asked before the stand-in exists.
+import megatron.core.distributed  # noqa: E402
+import megatron.core.extensions.transformer_engine as _te_extension  # noqa: E402
+import megatron.core.models.backends  # noqa: E402
+import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
+import megatron.core.optimizer  # noqa: E402
+
+HAVE_TRANSFORMER_ENGINE = bool(_te_extension.HAVE_TE)
+
+
+class _Absent(torch.nn.Module):
+    def __init__(self, *args, **kwargs):
+        raise RuntimeError("TransformerEngine is not installed")
+
+
+class _StandIn(types.ModuleType):
+    """A module in which every public name is a class that cannot be built."""
+
+    __version__ = "0.0.0"
+    __path__: list = []
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return sys.modules.get(f"{self.__name__}.{name}") or type(name, (_Absent,), {})
+
+
+def _import_auto_bridge():
+    if HAVE_TRANSFORMER_ENGINE:
+        from megatron.bridge import AutoBridge
+
+        return AutoBridge
+    names = ["transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops"]
+    for name in names:
+        sys.modules[name] = _StandIn(name)
+    try:
+        from megatron.bridge import AutoBridge
+    finally:
+        for name in names:
+            del sys.modules[name]
+    import megatron.bridge.peft.lora
+    import megatron.bridge.peft.utils
+
+    # Bridge asks these when it looks for adapters during an export.
+    for module in (megatron.bridge.peft.lora, megatron.bridge.peft.utils):
+        for flag in [n for n in vars(module) if n.startswith("HAVE_TE")]:
+            setattr(module, flag, False)
+    return AutoBridge
+
+
+AutoBridge = _import_auto_bridge()
+if ON_CPU:
+    cpu.patch_megatron()
+
+
+def open_model(path: str, trust_remote_code: bool = False) -> AutoBridge:
+    """The bridge of one Hugging Face folder or hub id. Reads config.json; weights are read when asked for."""
+    return AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def expected_names(bridge: AutoBridge) -> set[str]:
+    """Names of the tensors in the source model's safetensors index."""
+    return set(bridge.hf_pretrained.state.source.get_all_keys())
+
+
+def load_hf_weights(bridge: AutoBridge, model: list) -> None:
+    """Copy the source model's weights into `model` (unwrapped, or wrapped and not yet run), refusing a partial load.
+
+    Bridge only warns about a parameter without a source tensor and says nothing of a source tensor that no parameter
+    takes (model_bridge.py, build_conversion_tasks), so both sets are compared here.
+    """
+    from megatron.core.utils import unwrap_model
+
+    tasks = [t for t in bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, unwrap_model(model)) if t is not None]
+    built = {name.removeprefix("module.") for chunk in unwrap_model(model) for name, _ in chunk.named_parameters()}
+    if missing := built - {t.param_name.removeprefix("module.") for t in tasks}:
+        raise ValueError(f"{len(missing)} parameters of the model have no source tensor, among them {sorted(missing)[:5]}")
+    taken = [h for t in tasks for h in ([t.mapping.hf_param] if isinstance(t.mapping.hf_param, str) else t.mapping.hf_param.values())]
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, taken)  # each expert-parallel rank takes its own experts
+    unused = expected_names(bridge) - set().union(*everywhere)
+    unused = {n for n in unused if not _is_tied_copy(bridge, n) and not n.endswith("rotary_emb.inv_freq")}
+    if unused:
+        raise ValueError(f"{len(unused)} tensors of the source model would be dropped, among them {sorted(unused)[:5]}")
+    bridge.load_hf_weights(model)
+
+
+def _is_tied_copy(bridge: AutoBridge, name: str) -> bool:
+    return name == "lm_head.weight" and bool(getattr(bridge.hf_pretrained.config, "tie_word_embeddings", False))
+
+
+def export_weights(bridge: AutoBridge, model: list, vocab_size: int, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Stream (Hugging Face name, full tensor on CPU), padding rows of the vocabulary cut off. Collective: every rank
+    must iterate to the end. `dtype` None keeps what the model holds (float32 main weights under Megatron-FSDP).
+    """
+    for name, tensor in bridge.export_hf_weights(model, cpu=True, show_progress=False):
+        if name in ("model.embed_tokens.weight", "lm_head.weight") and tensor.shape[0] > vocab_size:
+            tensor = tensor[:vocab_size]
+        yield name, tensor.to(dtype or tensor.dtype).contiguous()

@@ -1,0 +1,86 @@
+"""Layers for machines without TransformerEngine: attention over packed sequences, RMSNorm, and the layer spec with both.
+
+Megatron-Core's own local layers do not do: its attention refuses packed sequences and builds the s x s matrix
+(transformer/dot_product_attention.py), its norm refuses sequence parallelism (transformer/torch_norm.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+_NORMS_OF_A_LAYER = ("input_layernorm", "pre_mlp_layernorm")
+_NORMS_OF_ATTENTION = ("q_layernorm", "k_layernorm")
+
+
+class RMSNorm(torch.nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight, computed in float32 as transformers' Qwen2RMSNorm and LlamaRMSNorm do."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **kwargs):
+        super().__init__()
+        assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma, config.normalization
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # finalize_model_grads sums the gradients of parameters so marked over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def reset_parameters(self):
+        torch.nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention inside each sequence of a packed batch.
+
+    q [T, heads, d], k and v [T, kv_heads, d] (this tensor-parallel rank's heads) -> [T, heads * d].
+    On CUDA torch's variable-length flash attention, on CPU scaled_dot_product_attention a sequence.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **kwargs):
+        super().__init__()
+        assert config.context_parallel_size == 1, "context parallelism needs TransformerEngine"
+        assert config.attention_dropout == 0.0 and config.window_size is None, "dropout and sliding windows are not implemented"
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "only packed sequences reach this layer"
+        attend = self._varlen if query.is_cuda else self._one_by_one
+        return attend(query, key, value, packed_seq_params).flatten(1)
+
+    def _varlen(self, q, k, v, packed):
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(
+            q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
+            scale=self.scale, window_size=(-1, 0),
+        )
+
+    def _one_by_one(self, q, k, v, packed):
+        outputs = []
+        bounds = packed.cu_seqlens_q.tolist()
+        for start, end in zip(bounds, bounds[1:]):
+            one = [t[start:end].transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
+            out = F.scaled_dot_product_attention(*one, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
+            outputs.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def packed_layer_spec(config) -> TransformerBlockSubmodules:
+    """Megatron-Core's local layer spec with our attention core and norms. `config` is Bridge's GPTModelProvider."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    for name in _NORMS_OF_A_LAYER:
+        setattr(spec.submodules, name, RMSNorm)
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        for name in _NORMS_OF_ATTENTION:
+            setattr(attention, name, RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,285 @@
+"""The engine: a Hugging Face model on Megatron-Core with Megatron-FSDP (ZeRO-3), and its optimizer.
+
+The only door to Megatron for the trainers: `forward_backward`, `optimizer_step`, `log_probs`, `named_weights`,
+`state_dict` and `load_state_dict` (in `checkpoint.dtensor`). Megatron-LM's and Bridge's protective asserts sit in validators that a program
+building through a provider never passes (constraints.md); the ones that settings decide are in `config.rules`, the rest here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mfsdp_cli.config.schema import EngineSettings, OptimSettings
+from mfsdp_cli.engine import bridge as bridging  # first: it decides how megatron is imported
+from mfsdp_cli.engine import forward
+from mfsdp_cli.types import PackedBatch
+
+from megatron.core import parallel_state as mpu  # noqa: E402
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class NonFiniteGradient(ArithmeticError):
+    """The global gradient norm is NaN or infinite; nothing was applied."""
+
+
+def init_distributed(settings: EngineSettings, timeout_s: int) -> torch.device:
+    """Join the process group and lay out the ranks. Returns this rank's device.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
+    """
+    import os
+
+    if settings.device == "cuda" and bridging.ON_CPU:
+        raise ValueError("engine.device is cuda, but torch sees no GPU")
+    device = torch.device("cpu") if bridging.ON_CPU else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timedelta(seconds=timeout_s))
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=settings.tensor_model_parallel_size,
+        context_parallel_size=settings.context_parallel_size,
+        expert_model_parallel_size=settings.expert_model_parallel_size,
+        expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
+    )
+    return device
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding: the model's own when TP divides them, else the next multiple of lcm(128, TP).
+
+    128 so that the size, which the checkpoint fixes, suits any TP up to 128 that is a power of two.
+    """
+    return vocab_size if vocab_size % tp == 0 else math.ceil(vocab_size / math.lcm(128, tp)) * math.lcm(128, tp)
+
+
+class MegatronEngine:
+    """One rank's part of the model. Every method that runs the model or touches weights is collective.
+
+    model_path        Hugging Face folder or hub id: configuration, and weights when `load_weights`
+    optim             None: no optimizer (evaluation)
+    vocab_rows        rows of the embedding fixed by a checkpoint; None: `padded_vocab_size`
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        settings: EngineSettings,
+        optim: OptimSettings | None,
+        *,
+        device: torch.device,
+        seed: int = 0,
+        load_weights: bool = True,
+        vocab_rows: int | None = None,
+        trust_remote_code: bool = False,
+    ):
+        self.settings, self.device = settings, device
+        self.dtype = DTYPES[settings.dtype]
+        self.bridge = bridging.open_model(model_path, trust_remote_code)
+        self.hf_config = self.bridge.hf_pretrained.config
+        self.vocab_size = self.hf_config.vocab_size
+        self.vocab_rows = vocab_rows or padded_vocab_size(self.vocab_size, settings.tensor_model_parallel_size)
+        model_parallel_cuda_manual_seed(seed)
+        provider = build_provider(self.bridge, settings, self.vocab_rows, on_cpu=device.type == "cpu")
+        self.model = provider.provide_distributed_model(
+            ddp_config=fsdp_config(),
+            use_megatron_fsdp=True,
+            bf16=provider.bf16,
+            fp16=False,
+            use_cpu_initialization=provider.use_cpu_initialization,
+            data_parallel_random_init=False,
+        )
+        self.module = self.model[0]
+        if load_weights:
+            bridging.load_hf_weights(self.bridge, self.model)
+        self.optim = optim
+        self.optimizer = build_optimizer(self.model, optim, self.dtype) if optim else None
+
+    # --- layout -------------------------------------------------------------------------------------------------
+
+    @property
+    def dp_rank(self) -> int:
+        return mpu.get_data_parallel_rank()
+
+    @property
+    def dp_size(self) -> int:
+        return mpu.get_data_parallel_world_size()
+
+    @property
+    def sequence_multiple(self) -> int:
+        """The length of a packed batch must be a multiple of this."""
+        return self.settings.tensor_model_parallel_size if _sequence_parallel(self.settings) else 1
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, micro_batches: list[PackedBatch], loss_fn: Callable[[torch.Tensor, PackedBatch], torch.Tensor]
+    ) -> torch.Tensor:
+        """Run the micro batches and leave in the gradient buffers the sum over them and over all data-parallel ranks.
+
+        loss_fn(log_probs [T], batch) -> scalar, already divided by the *global* number of targets: gradients are
+        summed over ranks, never averaged (`calculate_per_token_loss`), so that an uneven token count changes nothing.
+        Returns this rank's summed loss, detached.
+        """
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        self.module.zero_grad_buffer()
+        self.module.train()
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        for number, batch in enumerate(micro_batches, start=1):
+            batch = forward.to_device(batch, self.device)
+            if number < len(micro_batches):
+                with self.module.no_sync():
+                    total += self._one(batch, loss_fn)
+            else:
+                total += self._one(batch, loss_fn)
+        finalize_model_grads(self.model)
+        return total
+
+    def _one(self, batch, loss_fn):
+        loss = loss_fn(forward.log_probs(self.module, batch, self.vocab_size), batch)
+        loss.backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def optimizer_step(self, lr: float) -> float:
+        """Clip by global norm, apply AdamW at `lr`, return the norm before clipping.
+
+        Raises NonFiniteGradient and applies nothing when the norm is NaN or infinite: Megatron-FSDP's own check does
+        not exist with ZeRO-3, and its step reports success after writing NaN everywhere.
+        """
+        optimizer = self.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            optimizer.zero_grad()
+            raise NonFiniteGradient(f"global gradient norm is {norm}")
+        if self.optim.clip_grad > 0 and norm > self.optim.clip_grad:
+            scale = self.optim.clip_grad / (norm + 1e-6)
+            for param in optimizer.get_parameters():
+                if param.grad is not None:
+                    param.grad.to_local().mul_(scale)
+        success = optimizer.step_with_ready_grads()
+        assert success, "without a loss scaler a step cannot be skipped"
+        return norm
+
+    # --- evaluation ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def log_probs(self, micro_batches: list[PackedBatch]) -> Iterator[torch.Tensor]:
+        """Log-probability of each label, float32 [T] a micro batch. Collective: iterate to the end on every rank."""
+        self.module.eval()
+        for batch in micro_batches:
+            yield forward.log_probs(self.module, forward.to_device(batch, self.device), self.vocab_size)
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor on CPU), a stream; every rank must iterate to the end.
+
+        A step ends with the raw, freed parameters in the module (distrib_optimizer.py, step_with_ready_grads), from
+        which an export would read garbage: synchronize_param_gather puts the sharded ones back first.
+        """
+        self.module.synchronize_param_gather()
+        yield from bridging.export_weights(self.bridge, self.model, self.vocab_size, dtype or self.dtype)
+
+
+def _sequence_parallel(settings: EngineSettings) -> bool:
+    tp = settings.tensor_model_parallel_size
+    return tp > 1 if settings.sequence_parallel is None else settings.sequence_parallel
+
+
+def use_transformer_engine(settings: EngineSettings, on_cpu: bool) -> bool:
+    if settings.transformer_impl == "transformer_engine" and not bridging.HAVE_TRANSFORMER_ENGINE:
+        raise ValueError("engine.transformer_impl is transformer_engine, but TransformerEngine cannot be imported")
+    return bridging.HAVE_TRANSFORMER_ENGINE and settings.transformer_impl != "local" and not on_cpu
+
+
+def build_provider(bridge, settings: EngineSettings, vocab_rows: int, on_cpu: bool):
+    """Bridge's provider (a TransformerConfig that builds the model) with our layout, precision and layers in it."""
+    provider = bridge.to_megatron_provider(load_weights=False)
+    transformer_engine = use_transformer_engine(settings, on_cpu)
+    overrides = {
+        "tensor_model_parallel_size": settings.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": settings.context_parallel_size,
+        "expert_model_parallel_size": settings.expert_model_parallel_size,
+        # Megatron's default is TP, Bridge's is 1: say it.
+        "expert_tensor_parallel_size": settings.expert_tensor_parallel_size,
+        "sequence_parallel": _sequence_parallel(settings),
+        "vocab_size": vocab_rows,
+        "should_pad_vocab": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        # Gradients are summed over ranks and never scaled: with the 1/DP scaling, Megatron-FSDP scales an accumulating
+        # buffer again at every micro batch when a shard group has one rank (expert-DP 1).
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": on_cpu,
+        "pipeline_dtype": DTYPES[settings.dtype],
+        "autocast_dtype": DTYPES[settings.dtype],
+    }
+    if provider.num_moe_experts:
+        # Hugging Face adds the balancing loss only when asked to (output_router_logits), so its loss here is the LM loss.
+        overrides |= {"moe_aux_loss_coeff": 0.0, "moe_token_dispatcher_type": "alltoall"}
+    if settings.recompute == "full":
+        overrides |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if not transformer_engine:
+        from mfsdp_cli.engine.layers import packed_layer_spec
+
+        overrides |= {"transformer_layer_spec": packed_layer_spec, "persist_layer_norm": False, "apply_rope_fusion": False, "masked_softmax_fusion": False}
+        if provider.num_moe_experts:
+            overrides |= {"moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False}
+    if on_cpu:
+        overrides |= {"bias_dropout_fusion": False, "bias_activation_fusion": False, "cross_entropy_loss_fusion": False}
+    overrides |= settings.override_transformer_config
+    provider.apply_overrides_and_finalize(dtype=DTYPES[settings.dtype], overrides=overrides)
+    return provider
+
+
+def fsdp_config() -> DistributedDataParallelConfig:
+    """ZeRO-3 with float32 main weights, gradients and gradient reduction, all written out: the defaults are
+    `no_shard` and bfloat16 main gradients, and `grad_reduce_in_fp32` is never read by Megatron-FSDP."""
+    return DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        outer_dp_sharding_strategy="no_shard",
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        average_in_collective=False,
+        gradient_reduce_div_fusion=False,
+        megatron_fsdp_main_params_dtype=torch.float32,
+        megatron_fsdp_main_grads_dtype=torch.float32,
+        megatron_fsdp_grad_comm_dtype=torch.float32,
+    )
+
+
+def build_optimizer(model: list, optim: OptimSettings, dtype: torch.dtype):
+    """AdamW over Megatron-FSDP's float32 main weights. Clipping and the finite check are ours (`optimizer_step`)."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=0.0,
+        use_distributed_optimizer=True,
+        bf16=dtype == torch.bfloat16,
+        fp16=False,
+        params_dtype=dtype,
+    )
+    return get_megatron_optimizer(config, model)
