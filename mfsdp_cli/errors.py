@@ -64,9 +64,10 @@ class Problem:
 
 
 class MfsdpError(Exception):
-    """Mistakes of the user's or of the machine; never a bug of ours. Printed without a traceback."""
+    """Mistakes of the user's or of the machine; never a bug of ours. Printed without a traceback, the hint last."""
 
-    def __init__(self, problems: Problem | list[Problem]):
+    def __init__(self, problems: Problem | list[Problem], hint: str = ""):
+        self.hint = hint
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         assert self.problems, "an MfsdpError needs at least one problem"
         super().__init__("; ".join(f"{p.key} = {p.found}: {p.why}" if p.found else f"{p.key}: {p.why}" for p in self.problems))

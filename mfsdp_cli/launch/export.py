@@ -1,0 +1,79 @@
+"""`mfsdp ckpt export-hf`: everything cheap is checked here, then a child process with torch does the work."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from mfsdp_cli.checkpoint.dcp_metadata import DTYPE_BYTES
+from mfsdp_cli.checkpoint.inspect import inspect
+from mfsdp_cli.errors import BAD_INPUT, INTERRUPTED, MACHINE_UNFIT, OK, SIGNAL_BASE, TERMINATED, MfsdpError, Problem
+from mfsdp_cli.launch.facts import free_disk_gib
+from mfsdp_cli.launch.outcome import signal_words
+from mfsdp_cli.output import print_stderr
+
+EXPORT_MODULE = "mfsdp_cli.checkpoint.export_hf"
+
+
+def export(path: str, out: str, *, dtype: str, source: str | None, forward_check: bool, overwrite: bool,
+           module: str = EXPORT_MODULE) -> tuple[int, dict]:
+    """Export the checkpoint at `path` into the folder `out`; the exit code and the child's report.
+
+    Raises MfsdpError, before anything is started, when the checkpoint is incomplete, the target is in use or the disk is too small.
+    """
+    checkpoint, problems = check_export(path, out, dtype, overwrite)
+    if problems:
+        raise MfsdpError(problems)
+    with tempfile.TemporaryDirectory(prefix="mfsdp-export-") as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", module, str(checkpoint), "--out", out, "--dtype", dtype, "--json-report", str(report)]
+        command += ["--source", source] if source else []
+        command += [] if forward_check else ["--no-forward-check"]
+        code = _run(command)
+        data = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    return code, {**data, "ok": code == OK, "exit_code": code, "checkpoint": str(checkpoint), "out": out}
+
+
+def check_export(path: str, out: str, dtype: str, overwrite: bool) -> tuple[Path, list[Problem]]:
+    """The checkpoint's step folder, and what would keep it from being written to `out`. Reads only."""
+    report = inspect(path)
+    errors = [p for p in (Problem(**p) for p in report["problems"]) if p.level == "error"]
+    if errors:
+        raise MfsdpError(errors, hint=f"mfsdp ckpt inspect {path} tells more")
+    if not report["export"]["possible"]:
+        raise MfsdpError(Problem(report["path"], report["title"], report["export"]["why"], "give another checkpoint", code=BAD_INPUT))
+    problems, target = [], Path(out)
+    if target.exists() and not target.is_dir():
+        problems.append(Problem("--out", out, "is a file", "name a folder", "command line", BAD_INPUT))
+    elif target.is_dir() and any(target.iterdir()) and not overwrite:
+        problems.append(Problem("--out", out, "the folder is not empty", "name another folder, or add --overwrite", "command line", BAD_INPUT))
+    num_weights = sum(g["num_elements"] for g in report["groups"] if g["name"] == "model parameters")
+    needed_gib = num_weights * DTYPE_BYTES[report["dtype"] if dtype == "auto" else dtype] / 2**30
+    free_gib = free_disk_gib(target)
+    if free_gib < needed_gib:
+        problems.append(Problem("--out", out, f"the weights need {needed_gib:.1f} GiB, and {free_gib:.1f} GiB are free there",
+                                "free some space or name a folder on another disk", "command line", MACHINE_UNFIT))
+    return Path(report["path"]), problems
+
+
+def _run(command: list[str]) -> int:
+    """Run the child with its chatter on our stderr; SIGTERM reaches it too, and Ctrl-C does by itself."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
+    before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    try:
+        code = child.wait()
+    except KeyboardInterrupt:
+        child.wait()
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code == -signal.SIGTERM:
+        return TERMINATED
+    if code < 0:
+        print_stderr(f"error: the export was killed by {signal_words(-code)}")
+        return SIGNAL_BASE - code
+    return code

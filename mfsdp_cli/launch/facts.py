@@ -1,0 +1,269 @@
+"""What the machine, the model folder and the data files are like, read without torch.
+
+`gather` looks once and never raises for something that is missing: what it could not read is said in the facts, and
+`config.rules` judges. So a test hands the rules any machine it likes, and a dry run starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mfsdp_cli.config.schema import SftSettings
+
+PACKAGES = ("torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "wandb", "tensorboard", "pyarrow")
+HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+
+
+@dataclass(frozen=True)
+class ParquetFacts:
+    """Footer of one parquet file: columns maps a name to pyarrow's word for its type; error says why it is unreadable."""
+
+    path: str
+    num_rows: int
+    columns: dict[str, str]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """num_gpus      GPUs that CUDA_VISIBLE_DEVICES leaves visible; the gpu_ tuples have one entry each, 0 where unknown (MIG)
+    num_cpus         cores this process may use: affinity mask and cgroup quota
+    host_memory_gib  physical memory, or the cgroup's limit if lower
+    free_disk_gib    at the run folder, or at its nearest existing parent
+    model_path       folder that holds the model; None with an empty model_error: a hub id that would be downloaded
+    model_error      why the model cannot be used, in words
+    model_weight_files  names of the weight files that are there
+    versions         installed version of each of PACKAGES, None when absent
+    """
+
+    environ: dict[str, str]
+    num_gpus: int
+    gpu_names: tuple[str, ...]
+    gpu_memory_mib: tuple[int, ...]
+    gpu_compute_capability: tuple[float, ...]
+    num_cpus: int
+    host_memory_gib: float
+    free_disk_gib: float
+    model_path: str | None
+    model_config: dict | None
+    model_error: str
+    has_tokenizer: bool
+    model_weight_files: tuple[str, ...]
+    parquet: dict[str, ParquetFacts]
+    versions: dict[str, str | None]
+
+
+def gather(settings: SftSettings, environ: Mapping[str, str], run_dir: str | Path) -> Facts:
+    """Read everything the rules and the plan need: nvidia-smi, /proc, config.json, weight headers, parquet footers."""
+    gpus = _gpus(environ)
+    folder, error = find_model(settings.model.path, environ)
+    config, config_error = _model_config(folder)
+    weights, weight_error = _weight_files(folder)
+    files = dict.fromkeys([*settings.data.train_files, *settings.data.val_files])
+    return Facts(
+        environ=dict(environ),
+        num_gpus=len(gpus),
+        gpu_names=tuple(g[0] for g in gpus),
+        gpu_memory_mib=tuple(g[1] for g in gpus),
+        gpu_compute_capability=tuple(g[2] for g in gpus),
+        num_cpus=_num_cpus(),
+        host_memory_gib=_host_memory_gib(),
+        free_disk_gib=free_disk_gib(run_dir),
+        model_path=None if folder is None else str(folder),
+        model_config=config,
+        model_error=error or config_error or weight_error,
+        has_tokenizer=folder is not None and _has_tokenizer(folder),
+        model_weight_files=weights,
+        parquet={path: read_footer(path) for path in files},
+        versions=_versions(),
+    )
+
+
+def read_footer(path: str) -> ParquetFacts:
+    """Rows and columns of one parquet file. Reads only the footer."""
+    import pyarrow.parquet
+
+    if not os.path.exists(path):
+        return ParquetFacts(path, 0, {}, "no such file")
+    if os.path.isdir(path):
+        return ParquetFacts(path, 0, {}, "is a folder; name its parquet files")
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return ParquetFacts(path, file.metadata.num_rows, {f.name: str(f.type) for f in file.schema_arrow})
+    except (pyarrow.ArrowException, OSError) as e:
+        return ParquetFacts(path, 0, {}, f"not readable as parquet: {str(e).splitlines()[0]}")
+
+
+def find_model(path: str | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
+    """Folder of a model given as a folder or a hub id, and an error in words.
+
+    (None, "") is a hub id that is not in the local cache: it would be downloaded.
+    """
+    if path is None:
+        return None, ""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder, ""
+    if folder.exists():
+        return None, f"{path} is a file; a model is a folder with config.json and weights"
+    if not HUB_ID.match(path) or path.startswith("."):
+        return None, f"there is no folder {path}"
+    cached = _cached_snapshot(path, environ)
+    if cached is None and environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return None, f"there is no folder {path}, the local Hugging Face cache lacks it, and HF_HUB_OFFLINE forbids a download"
+    return cached, ""
+
+
+def _cached_snapshot(hub_id: str, environ: Mapping[str, str]) -> Path | None:
+    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface")
+    cache = Path(environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")) / ("models--" + hub_id.replace("/", "--"))
+    reference = cache / "refs" / "main"
+    if not reference.is_file():
+        return None
+    snapshot = cache / "snapshots" / reference.read_text().strip()
+    return snapshot if (snapshot / "config.json").is_file() else None
+
+
+def _model_config(folder: Path | None) -> tuple[dict | None, str]:
+    if folder is None:
+        return None, ""
+    file = folder / "config.json"
+    if not file.is_file():
+        return None, f"{folder} has no config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as e:
+        return None, f"{file} is not readable as JSON: {e}"
+    return (config, "") if isinstance(config, dict) else (None, f"{file} holds no JSON object")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _weight_files(folder: Path | None) -> tuple[tuple[str, ...], str]:
+    """Names of the weight files, and an error when the index names files that are absent or one is cut short."""
+    if folder is None:
+        return (), ""
+    index = folder / "model.safetensors.index.json"
+    found = sorted(p.name for p in folder.glob("*.safetensors")) or sorted(p.name for p in folder.glob("*.bin"))
+    if index.is_file():
+        try:
+            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as e:
+            return tuple(found), f"{index} is not a weight index: {e!r}"
+        missing = [name for name in named if not (folder / name).is_file()]
+        found = [name for name in named if name not in missing]
+        if missing:
+            return tuple(found), f"{index} names {len(named)} files, of which {len(missing)} are missing: {', '.join(missing[:3])}"
+    broken = [text for text in (_safetensors_error(folder / name) for name in found if name.endswith(".safetensors")) if text]
+    return tuple(found), "; ".join(broken[:3])
+
+
+def _safetensors_error(file: Path) -> str:
+    """Empty when the header parses and the file is as long as its tensors need (format: github.com/huggingface/safetensors)."""
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if size < 8 or length > size - 8:
+            return f"{file} is not a safetensors file (a failed download, or a Git LFS pointer?): {size} bytes"
+        try:
+            header = json.loads(f.read(length))
+        except ValueError:
+            return f"{file} has a damaged safetensors header"
+    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    return "" if 8 + length + end == size else f"{file} has {size} bytes where its header needs {8 + length + end}"
+
+
+def _gpus(environ: Mapping[str, str]) -> list[tuple[str, int, float]]:
+    """(name, memory MiB, compute capability) of each visible GPU; none when there is no working nvidia-smi."""
+    if shutil.which("nvidia-smi", path=environ.get("PATH")) is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,compute_cap,name", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, env=dict(environ))
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return visible_gpus(answer.stdout, environ.get("CUDA_VISIBLE_DEVICES")) if answer.returncode == 0 else []
+
+
+def visible_gpus(table: str, visible: str | None) -> list[tuple[str, int, float]]:
+    """Rows of nvidia-smi's table (index, uuid, MiB, capability, name) that CUDA would see, in CUDA's order.
+
+    As in CUDA, an entry of CUDA_VISIBLE_DEVICES that names no GPU hides itself and all that follow.
+    """
+    rows = [[cell.strip() for cell in line.split(",", 4)] for line in table.splitlines() if line.count(",") >= 4]
+    gpus = [(index, uuid, (name, int(_number(memory)), _number(capability))) for index, uuid, memory, capability, name in rows]
+    if visible is None:
+        return [gpu for _, _, gpu in gpus]
+    chosen = []
+    for entry in (e.strip() for e in visible.split(",")):
+        match = [gpu for index, uuid, gpu in gpus if entry and (entry == index or (entry.startswith("GPU-") and uuid.startswith(entry)))]
+        if not match and entry.startswith("MIG-"):
+            match = [("MIG slice", 0, gpus[0][2][2] if gpus else 0.0)]
+        if not match:
+            break
+        chosen.append(match[0])
+    return chosen
+
+
+def _number(text: str) -> float:
+    """nvidia-smi writes [N/A] for what a device does not tell."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _num_cpus() -> int:
+    allowed = len(os.sched_getaffinity(0))
+    quota = _read_words("/sys/fs/cgroup/cpu.max")
+    if len(quota) == 2 and quota[0] != "max":
+        allowed = min(allowed, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
+    return allowed
+
+
+def _host_memory_gib() -> float:
+    words = _read_words("/proc/meminfo")
+    total = int(words[words.index("MemTotal:") + 1]) * 1024 if "MemTotal:" in words else 0
+    limit = _read_words("/sys/fs/cgroup/memory.max")
+    if limit and limit[0] != "max":
+        total = min(total, int(limit[0])) if total else int(limit[0])
+    return total / 2**30
+
+
+def _read_words(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().split()
+    except OSError:
+        return []
+
+
+def free_disk_gib(path: str | Path) -> float:
+    """Free space for this user at `path`, or at its nearest existing parent."""
+    folder = Path(path).expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free / 2**30
+
+
+def _versions() -> dict[str, str | None]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found

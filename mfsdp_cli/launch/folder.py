@@ -1,0 +1,180 @@
+"""The run folder: who may use it, and what is written into it before the ranks start.
+
+`folder_problems` only reads, so that a dry run judges as the real start would; `open_attempt` takes the lock and writes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, complete_steps
+from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, MACHINE_UNFIT, MfsdpError, Problem
+
+if TYPE_CHECKING:
+    from mfsdp_cli.config.schema import SftSettings
+
+CONFIG = "config.yaml"
+# A resumed run goes on where the data order stopped; each of these keys changes which rows or weights that means.
+FIXED_ON_RESUME = (
+    "model.path", "data.train_files", "data.messages_key", "data.train_batch_size", "data.train_max_samples", "data.shuffle",
+    "data.truncation", "data.max_length", "trainer.seed",
+)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run on one node. `path` is RUN/attempts/NNN; the lock is held while `lock` is open."""
+
+    run_dir: Path
+    path: Path
+    node_rank: int
+    lock: TextIO
+
+    @property
+    def log(self) -> Path:
+        return self.path / "launcher.log"
+
+
+def run_folder(settings: SftSettings) -> Path:
+    """trainer.output_dir, or runs/<experiment_name>."""
+    trainer = settings.trainer
+    return Path(trainer.output_dir).expanduser() if trainer.output_dir else Path("runs") / trainer.experiment_name
+
+
+def folder_problems(run_dir: Path, settings: SftSettings, origins: dict[str, str]) -> list[Problem]:
+    """What keeps these settings from starting, or going on, in this folder. Reads only."""
+    if run_dir.exists() and not run_dir.is_dir():
+        return [Problem("trainer.output_dir", str(run_dir), "is a file; a run needs a folder", "name another folder",
+                        origins.get("trainer.output_dir", ""), BAD_INPUT)]
+    return _lock_problems(run_dir, settings.trainer.node_rank) + _resume_problems(run_dir, settings, origins)
+
+
+def open_attempt(run_dir: Path, settings: SftSettings, origins: dict[str, str]) -> Attempt:
+    """Lock the run folder, judge it once more under the lock, and write config.yaml, origin.json and a new attempts/NNN.
+
+    Raises MfsdpError when another launcher holds the lock or the folder cannot be used.
+    """
+    from mfsdp_cli.config.load import dump_yaml
+
+    node_rank = settings.trainer.node_rank
+    try:
+        (run_dir / "attempts").mkdir(parents=True, exist_ok=True)
+        lock = open(lock_file(run_dir, node_rank), "a+", encoding="utf-8")
+    except OSError as e:
+        raise MfsdpError(Problem("trainer.output_dir", str(run_dir), f"the run folder cannot be written: {e.strerror}",
+                                 "choose a folder that you may write", origins.get("trainer.output_dir", ""), MACHINE_UNFIT)) from e
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise MfsdpError(_held(run_dir, node_rank)) from None
+    if problems := _resume_problems(run_dir, settings, origins):
+        lock.close()
+        raise MfsdpError(problems)
+    lock.truncate(0)
+    lock.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    lock.flush()
+    path = _new_attempt(run_dir / "attempts", node_rank)
+    text = dump_yaml(settings)
+    _write(path / CONFIG, text)
+    if node_rank == 0 or not (run_dir / CONFIG).exists():
+        _write(run_dir / CONFIG, text)
+        _write(run_dir / "origin.json", json.dumps(origins, indent=1, ensure_ascii=False) + "\n")
+    return Attempt(run_dir, path, node_rank, lock)
+
+
+def record_command(attempt: Attempt, called: str, started: str) -> None:
+    """Append to command.txt how mfsdp was called and what it starts."""
+    with open(attempt.run_dir / "command.txt", "a", encoding="utf-8") as file:
+        file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {attempt.path.name}\n{called}\n{started}\n")
+
+
+def lock_file(run_dir: Path, node_rank: int) -> Path:
+    """Nodes share a run folder; each has one launcher in it."""
+    return run_dir / ("lock" if node_rank == 0 else f"lock-node{node_rank}")
+
+
+def next_attempt(attempts: Path, node_rank: int) -> Path:
+    """attempts/001, 002, … on node 0; attempts/001-node1 … on the others, whose launchers count by themselves."""
+    suffix = "" if node_rank == 0 else f"-node{node_rank}"
+    names = [p.name.removesuffix(suffix) for p in attempts.iterdir() if p.name.endswith(suffix)] if attempts.is_dir() else []
+    return attempts / f"{max((int(n) for n in names if n.isdecimal()), default=0) + 1:03d}{suffix}"
+
+
+def _new_attempt(attempts: Path, node_rank: int) -> Path:
+    path = next_attempt(attempts, node_rank)
+    path.mkdir()
+    return path
+
+
+def _resume_problems(run_dir: Path, settings: SftSettings, origins: dict[str, str]) -> list[Problem]:
+    """A folder with checkpoints is continued with the settings that made them, or refused; never begun anew."""
+    checkpoints, mode = run_dir / CHECKPOINTS, settings.trainer.resume_mode
+    steps, where = complete_steps(checkpoints), origins.get("trainer.resume_mode", "")
+    if mode == "disable" and steps:
+        return [Problem("trainer.resume_mode", "disable", f"{run_dir} holds checkpoints up to step {max(steps)}; a new run would mix with them",
+                        "choose another --output, or --resume auto to continue", where)]
+    if mode == "auto" and steps:
+        return _changed_keys(run_dir, settings, origins, max(steps))
+    damaged = sorted(p.name for p in checkpoints.glob("step_*") if not p.name.endswith(TMP)) if mode == "auto" else []
+    if damaged:
+        return [Problem(str(checkpoints), ", ".join(damaged), "none of these is complete, and starting at step 0 would write over the run",
+                        f"mfsdp ckpt inspect {checkpoints / damaged[-1]} says what is missing; or choose another --output", code=BAD_INPUT)]
+    return []
+
+
+def _lock_problems(run_dir: Path, node_rank: int) -> list[Problem]:
+    file = lock_file(run_dir, node_rank)
+    if not file.is_file():
+        return []
+    with open(file, encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return [_held(run_dir, node_rank)]
+    return []
+
+
+def _held(run_dir: Path, node_rank: int) -> Problem:
+    file = lock_file(run_dir, node_rank)
+    holder = file.read_text(encoding="utf-8", errors="replace").strip() or "holder unknown"
+    return Problem(str(file), holder, "another mfsdp works in this run folder",
+                   "wait for it, stop it (kill its pid: it saves first), or choose another --output", code=MACHINE_UNFIT)
+
+
+def _changed_keys(run_dir: Path, settings: SftSettings, origins: dict[str, str], step: int) -> list[Problem]:
+    """Settings that differ from those the folder's checkpoints were made with and would make the rest another run."""
+    import yaml
+
+    from mfsdp_cli.config.load import to_dict
+
+    file = run_dir / CONFIG
+    if not file.is_file():
+        return []
+    try:
+        before = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        return [Problem(str(file), "", f"the settings of the earlier attempt cannot be read: {e}", "restore the file, or choose another --output",
+                        code=BAD_INPUT)]
+    now, problems = to_dict(settings), []
+    for key in FIXED_ON_RESUME:
+        section, name = key.split(".")
+        old, new = (before.get(section) or {}).get(name), now[section][name]
+        if old != new and name in (before.get(section) or {}):
+            problems.append(Problem(
+                key, str(new), f"{run_dir} holds checkpoints up to step {step}, made with {old}; with another value the rest would be another run",
+                f"set {key} back to {old}, or choose another --output", origins.get(key, "default"), CONFIG_INVALID))
+    return problems
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,175 @@
+"""How a run ended: from what the ranks left behind (result.json, failure-rank*.json, torchrun's table) to an exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, latest_complete
+from mfsdp_cli.errors import OK, RUN_FAILED, SIGNAL_BASE, STOPPED, Problem
+from mfsdp_cli.launch.folder import Attempt
+
+TAIL_LINES = 15
+TAIL_BYTES = 1 << 14
+# torch.distributed.elastic prints a block with these two lines for each rank it saw fail; the root cause comes last
+TABLE_ENTRY = re.compile(r"^\s+rank\s*: (\d+) .*\n\s+exitcode\s*: (-?\d+) ", re.MULTILINE)
+# A rank that dies so takes the others down, and they write failure files about lost connections: these come second
+FATAL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """status      done, stopped (state is saved), interrupted (nothing to save), failed, killed
+    checkpoint  last complete checkpoint of the run folder, None when there is none
+    step, metrics  of the last step, as far as the ranks told
+    message     one or two sentences about an end that was not the planned one
+    log_tail    last lines of the log that tells most, `log`
+    """
+
+    exit_code: int
+    status: str
+    run_dir: Path
+    attempt_dir: Path
+    checkpoint: Path | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    metrics: dict = field(default_factory=dict)
+    message: str = ""
+    problems: list[Problem] = field(default_factory=list)
+    log: Path | None = None
+    log_tail: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict:
+        return {
+            "ok": self.exit_code == OK, "exit_code": self.exit_code, "status": self.status, "run_dir": str(self.run_dir),
+            "attempt_dir": str(self.attempt_dir), "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+            "step": self.step, "total_steps": self.total_steps, "metrics": self.metrics, "message": self.message,
+            "problems": [p.to_dict() for p in self.problems], "log": None if self.log is None else str(self.log),
+        }
+
+
+def conclude(attempt: Attempt, returncode: int, stop_signal: int | None, forced: bool) -> Outcome:
+    """Judge an ended child.
+
+    returncode   as subprocess has it: negative for a signal
+    stop_signal  the first signal that asked us to stop, if any
+    forced       we ended the processes ourselves, so their failures say nothing
+    """
+    checkpoint = latest_complete(attempt.run_dir / CHECKPOINTS)
+    common = {"run_dir": attempt.run_dir, "attempt_dir": attempt.path, "checkpoint": checkpoint}
+    if forced:
+        return _stopped(common, stop_signal, "ended at once on request; steps after the last checkpoint are lost")
+    dead_rank, code = _torchrun_table(attempt.log)
+    if returncode < 0:
+        return _died(attempt, common, None, returncode)
+    if -code in FATAL_SIGNALS:
+        return _died(attempt, common, dead_rank, code)
+    if failures := _failures(attempt.path):
+        return _failed(attempt, common, failures)
+    result = _read_json(attempt.path / "result.json")
+    if returncode != 0 and result is None:
+        return _died(attempt, common, dead_rank, code or returncode)
+    if result is None:
+        return _without_result(attempt, common, stop_signal)
+    common |= {"step": result.get("step"), "total_steps": result.get("total_steps"), "metrics": result.get("metrics") or {}}
+    late = f"the ranks ended with exit code {returncode} after they had written their result" if returncode != 0 else ""
+    if result.get("status") == "stopped":
+        return _stopped(common, stop_signal, late)
+    return Outcome(OK, "done", message=late, **common)
+
+
+def _stopped(common: dict, stop_signal: int | None, message: str) -> Outcome:
+    """75 when there is a checkpoint to continue from, else the shell's code for the signal."""
+    if common["checkpoint"] is not None:
+        return Outcome(STOPPED, "stopped", message=message, **common)
+    return Outcome(SIGNAL_BASE + (stop_signal or signal.SIGTERM), "interrupted", message="stopped before a checkpoint was written", **common)
+
+
+def _without_result(attempt: Attempt, common: dict, stop_signal: int | None) -> Outcome:
+    """Exit code 0 and no result.json: right on every node but the first, where rank 0 writes it."""
+    if attempt.node_rank > 0:
+        return _stopped(common, stop_signal, "") if stop_signal else Outcome(OK, "done", **common)
+    log, tail = _tail(attempt.log)
+    return Outcome(RUN_FAILED, "failed", message="the ranks ended without an error and without a result", log=log, log_tail=tail, **common)
+
+
+def _failed(attempt: Attempt, common: dict, failures: list[dict]) -> Outcome:
+    """The earliest failure is the cause; the others mostly follow from it."""
+    first = failures[0]
+    rank = first.get("rank")
+    others = f" ({len(failures) - 1} more ranks failed after it)" if len(failures) > 1 else ""
+    message = f"rank {rank} failed{others}: {first.get('type', 'error')}: {first.get('message', '')}"
+    _write_failure(attempt, {**first, "failed_ranks": [f.get("rank") for f in failures]})
+    log, tail = _tail(attempt.path / f"rank{rank}.log", attempt.log)
+    problems = [Problem(**p) for p in first.get("problems") or []]
+    return Outcome(first.get("exit_code") or RUN_FAILED, "failed", message=message, problems=problems, log=log, log_tail=tail, **common)
+
+
+def _torchrun_table(log: Path) -> tuple[int | None, int]:
+    """(rank, exit code) from torchrun's table: of a rank with a fatal signal if there is one, else of its root cause."""
+    entries = [(int(rank), int(code)) for rank, code in TABLE_ENTRY.findall(log.read_text(encoding="utf-8", errors="replace"))]
+    fatal = [entry for entry in entries if -entry[1] in FATAL_SIGNALS]
+    return (fatal or entries[-1:] or [(None, 0)])[0]
+
+
+def _died(attempt: Attempt, common: dict, rank: int | None, code: int) -> Outcome:
+    """No rank could tell: a signal, or an end before our code ran. rank None: torchrun itself."""
+    who = "torchrun" if rank is None else f"rank {rank}"
+    log, tail = _tail(*([] if rank is None else [attempt.path / f"rank{rank}.log"]), attempt.log)
+    if code < 0:
+        outcome = Outcome(SIGNAL_BASE - code, "killed", message=f"{who} was killed by {signal_words(-code)}", log=log, log_tail=tail, **common)
+    else:
+        message = f"{who} ended with exit code {code} and left no failure file"
+        outcome = Outcome(RUN_FAILED, "failed", message=message, log=log, log_tail=tail, **common)
+    _write_failure(attempt, {"rank": rank, "type": outcome.status, "message": outcome.message, "exit_code": outcome.exit_code, "problems": []})
+    return outcome
+
+
+def signal_words(number: int) -> str:
+    """ 'signal 9 (SIGKILL)', with the usual reason where there is one."""
+    reasons = {signal.SIGKILL: "; most likely the host ran out of memory: see dmesg, or give the job more",
+               signal.SIGSEGV: "; a crash in native code", signal.SIGTERM: ", from outside mfsdp"}
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = "unknown"
+    return f"signal {number} ({name}){reasons.get(number, '')}"
+
+
+def describe(outcome: Outcome) -> str:
+    """An unplanned end for people: what happened, the last log lines, where the rest is."""
+    lines = [outcome.message]
+    if outcome.log_tail:
+        lines += ["", f"  last lines of {outcome.log}:", *(f"    {line}" for line in outcome.log_tail)]
+    return "\n".join([*lines, "", f"logs: {outcome.attempt_dir}"])
+
+
+def _failures(folder: Path) -> list[dict]:
+    found = [_read_json(path) for path in folder.glob("failure-rank*.json")]
+    return sorted((f for f in found if f is not None), key=lambda f: f.get("time") or 0.0)
+
+
+def _write_failure(attempt: Attempt, failure: dict) -> None:
+    (attempt.path / "failure.json").write_text(json.dumps(failure, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict | None:
+    """None when the file is absent or was cut off by the death of its writer."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _tail(*logs: Path) -> tuple[Path | None, list[str]]:
+    """The first of the logs that holds something, and its last lines."""
+    for log in logs:
+        if log.is_file() and log.stat().st_size:
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+                return log, file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+    return None, []

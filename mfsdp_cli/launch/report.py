@@ -1,0 +1,116 @@
+"""What a dry run says: the verdict, the arithmetic of the plan, and everything a start would read, set, run and write."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, latest_complete
+from mfsdp_cli.errors import EXIT_CODES, OK
+from mfsdp_cli.launch.command import child_environment, shell_line, torchrun_command
+from mfsdp_cli.launch.folder import next_attempt
+
+if TYPE_CHECKING:
+    from mfsdp_cli.launch.sft import Checked
+
+
+def dry_run_data(checked: Checked) -> dict:
+    """The report as data; the text below is made from it."""
+    settings, facts = checked.settings, checked.facts
+    environment = child_environment(settings, checked.plan, facts)
+    nodes = []
+    for rank in range(settings.trainer.nnodes):
+        argv = torchrun_command(settings, checked.run_dir, next_attempt(checked.run_dir / "attempts", rank), rank)
+        nodes.append({"node_rank": rank, "argv": argv, "line": shell_line(argv, environment)})
+    checkpoint = _resume_from(checked)
+    return {
+        "ok": checked.exit_code == OK,
+        "exit_code": checked.exit_code,
+        "problems": [p.to_dict() for p in checked.problems],
+        "plan": asdict(checked.plan),
+        "run_dir": str(checked.run_dir),
+        "resume_from": None if checkpoint is None else str(checkpoint),
+        "reads": _reads(checked),
+        "writes": _writes(checked),
+        "environment": environment,
+        "nodes": nodes,
+    }
+
+
+def dry_run_text(checked: Checked) -> str:
+    data = dry_run_data(checked)
+    rows = [("verdict", _verdict(checked)), ("model", _model(checked)), *_arithmetic(checked), ("run folder", data["run_dir"]),
+            ("resume", f"from {data['resume_from']}" if data["resume_from"] else "nothing to resume: from step 0")]
+    blocks = [[f"{name:<11} {text}" for name, text in rows]]
+    blocks += [[f"{name}:", *(f"  {line}" for line in data[name])] for name in ("reads", "writes")]
+    blocks.append(["environment:", *(f"  {name}={value}" for name, value in data["environment"].items())])
+    for node in data["nodes"]:
+        blocks.append([f"command on node {node['node_rank']} (mfsdp sft runs it after writing its --config):", f"  {node['line']}"])
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _verdict(checked: Checked) -> str:
+    errors = sum(p.level == "error" for p in checked.problems)
+    others = len(checked.problems) - errors
+    told = f"; {others} remarks" if others else ""
+    if not errors:
+        return f"would start{told}"
+    return f"would not start: {errors} problem{'s' if errors > 1 else ''}, exit code {checked.exit_code} ({EXIT_CODES[checked.exit_code]}){told}"
+
+
+def _model(checked: Checked) -> str:
+    path, facts = checked.settings.model.path, checked.facts
+    if facts.model_path is None:
+        return f"{path} (not here)" if facts.model_error or path is None else f"{path} (would be downloaded)"
+    kind = (facts.model_config or {}).get("architectures") or ["unknown architecture"]
+    shown = path if facts.model_path == path else f"{path} in {facts.model_path}"
+    return f"{shown}: {kind[0]}, {len(facts.model_weight_files)} weight file{'' if len(facts.model_weight_files) == 1 else 's'}"
+
+
+def _arithmetic(checked: Checked) -> list[tuple[str, str]]:
+    settings, plan = checked.settings, checked.plan
+    data, optim, trainer = settings.data, settings.optim, settings.trainer
+    micro = f"up to {data.max_token_len_per_gpu} tokens" if data.use_dynamic_bsz else f"{data.micro_batch_size_per_gpu} rows"
+    experts = f"; experts: EP {plan.ep} x ETP {plan.etp} x expert-DP {plan.expert_dp}" if plan.ep > 1 or plan.etp > 1 else ""
+    if trainer.total_training_steps:
+        steps = f"{plan.total_steps} (trainer.total_training_steps); an epoch has {plan.num_train_rows} rows // {data.train_batch_size} = {plan.steps_per_epoch}"
+    else:
+        steps = (f"{plan.num_train_rows} rows // {data.train_batch_size} = {plan.steps_per_epoch} an epoch, "
+                 f"x {trainer.total_epochs} epochs = {plan.total_steps}")
+    dropped = f"; {plan.dropped_rows_per_epoch} rows an epoch fill no batch and are left out" if plan.dropped_rows_per_epoch else ""
+    decay = f"then {optim.lr_decay_style} to {optim.min_lr:g} at step {plan.total_steps}" if optim.lr_decay_style != "constant" else "then constant"
+    sign = "=" if plan.world_size == plan.tp * plan.pp * plan.cp * plan.dp else "is not"
+    return [
+        ("world", f"{plan.world_size} ranks ({trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''} x {trainer.n_gpus_per_node}, "
+                  f"{plan.device}) {sign} TP {plan.tp} x PP {plan.pp} x CP {plan.cp} x DP {plan.dp}{experts}"),
+        ("batch", f"{data.train_batch_size} conversations a step = {plan.rows_per_dp_rank:g} x DP {plan.dp}; micro batches of {micro} a rank"),
+        ("steps", steps + dropped),
+        ("lr", f"{optim.lr_warmup_init:g} to {optim.lr:g} in {plan.warmup_steps} steps, {decay}"),
+        ("validate", f"{plan.num_val_rows} rows, {_every(trainer.test_freq)}" if data.val_files else "never (data.val_files is empty)"),
+        ("save", f"{_every(trainer.save_freq)}; keeps {trainer.max_ckpt_to_keep or 'all'}"),
+    ]
+
+
+def _every(steps: int) -> str:
+    return f"every {steps} steps and at the end" if steps > 0 else "at the end"
+
+
+def _resume_from(checked: Checked):
+    trainer = checked.settings.trainer
+    if trainer.resume_mode == "resume_path":
+        return trainer.resume_from_path
+    return latest_complete(checked.run_dir / CHECKPOINTS) if trainer.resume_mode == "auto" else None
+
+
+def _reads(checked: Checked) -> list[str]:
+    facts = checked.facts
+    model = [f"{facts.model_path}/{name}" for name in ("config.json", *facts.model_weight_files)] if facts.model_path else []
+    return model + [f"{f.path} ({f.error or f'{f.num_rows} rows'})" for f in facts.parquet.values()]
+
+
+def _writes(checked: Checked) -> list[str]:
+    run_dir, logger = checked.run_dir, checked.settings.trainer.logger
+    names = ["config.yaml", "origin.json", "command.txt", "lock", "metrics.jsonl", f"{CHECKPOINTS}/step_*/", f"{CHECKPOINTS}/latest"]
+    names += ["tensorboard/"] if "tensorboard" in logger else []
+    attempt = next_attempt(run_dir / "attempts", checked.settings.trainer.node_rank)
+    return [f"{run_dir}/{name}" for name in names] + [f"{attempt}/"]

@@ -1,0 +1,87 @@
+"""`mfsdp sft` from settings to outcome: load, look at the machine, judge, and then only print the plan or start it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mfsdp_cli.config.load import load_sft
+from mfsdp_cli.config.rules import check as check_rules
+from mfsdp_cli.config.schema import SftSettings
+from mfsdp_cli.errors import OK, STOPPED, MfsdpError, Problem
+from mfsdp_cli.launch.command import child_environment, shell_line, torchrun_command
+from mfsdp_cli.launch.facts import Facts, gather
+from mfsdp_cli.launch.folder import folder_problems, open_attempt, record_command, run_folder
+from mfsdp_cli.launch.outcome import Outcome, describe
+from mfsdp_cli.launch.plan import Plan, make_plan
+from mfsdp_cli.launch.run import run
+from mfsdp_cli.output import Console, crash_folder, print_stderr
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Settings that have been looked at from all sides; `problems` of level error keep them from starting."""
+
+    settings: SftSettings
+    origins: dict[str, str]
+    facts: Facts
+    plan: Plan
+    run_dir: Path
+    problems: list[Problem]
+
+    @property
+    def exit_code(self) -> int:
+        return MfsdpError(self.problems).exit_code if any(p.level == "error" for p in self.problems) else OK
+
+
+def check(*, preset: str | None, config: str | None, assignments: list[str], flags: Mapping[str, object], resume: str | None,
+          environ: Mapping[str, str]) -> Checked:
+    """Load the settings and judge them against this machine. Reads only; raises nothing for the user's mistakes."""
+    loaded = load_sft(preset=preset, config=config, assignments=assignments, flags={**flags, **_resume_flags(resume)}, environ=environ)
+    origins = loaded.origins | {key: "--resume" for key in _resume_flags(resume)}
+    run_dir = run_folder(loaded.settings)
+    facts = gather(loaded.settings, environ, run_dir)
+    problems = loaded.problems + check_rules(loaded.settings, origins, facts) + folder_problems(run_dir, loaded.settings, origins)
+    return Checked(loaded.settings, origins, facts, make_plan(loaded.settings, facts), run_dir, list(dict.fromkeys(problems)))
+
+
+def start(checked: Checked, called: list[str], console: Console) -> Outcome:
+    """Write the run folder, start this node's ranks and wait for their end.
+
+    called  the command line that brought us here, for command.txt
+    """
+    settings = checked.settings
+    attempt = open_attempt(checked.run_dir, settings, checked.origins)
+    with attempt.lock, crash_folder(attempt.path):
+        command = torchrun_command(settings, checked.run_dir, attempt.path, attempt.node_rank)
+        added = child_environment(settings, checked.plan, checked.facts)
+        line = shell_line(command, added)
+        record_command(attempt, shlex.join(called), line)
+        console.say(f"starting {line}")
+        console.say(f"logs in {attempt.path}")
+        return run(command, {**checked.facts.environ, **added}, attempt, console)
+
+
+def tell(outcome: Outcome, console: Console) -> int:
+    """Print how the run ended and, when there is one, its product. Returns the exit code."""
+    if outcome.status in ("failed", "killed"):
+        console.problems(outcome.problems)
+        print_stderr(f"error: {describe(outcome)}")
+    elif outcome.message:
+        print_stderr(f"warning: {outcome.message}")
+    if outcome.status == "stopped":
+        print_stderr(f"stopped; the same command again goes on from {outcome.checkpoint}")
+    if console.json or (outcome.checkpoint is not None and outcome.exit_code in (OK, STOPPED)):
+        console.product(str(outcome.checkpoint), outcome.to_dict())
+    return outcome.exit_code
+
+
+def _resume_flags(resume: str | None) -> dict[str, object]:
+    """--resume auto, never or a checkpoint, as the settings they stand for."""
+    if resume is None:
+        return {}
+    if resume in ("auto", "never"):
+        return {"trainer.resume_mode": "auto" if resume == "auto" else "disable"}
+    return {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": resume}
