@@ -87,7 +87,8 @@ def _collect(metadata) -> tuple[list[TensorEntry], list[str], dict[str, int], li
             if not stored:
                 holes.append((name, "no file holds this value"))
             continue
-        tensors.append(TensorEntry(name, entry.size, entry.properties.dtype, len(entry.chunks), tuple(sorted({file for _, file in stored}))))
+        places = tuple(sorted({file for _, file in stored}))
+        tensors.append(TensorEntry(name, entry.size, entry.properties.dtype, len(entry.chunks), places))
         offsets = {offset for offset, _ in stored}
         num_held = sum(prod(chunk.sizes) for chunk in entry.chunks if chunk.offsets in offsets)
         if num_held < prod(entry.size):
@@ -100,7 +101,8 @@ def _check_files(folder: Path, files: dict[str, int]) -> list[Problem]:
     for name, needed in sorted(files.items()):
         path = folder / name
         if not path.is_file():
-            problems.append(Problem(str(path), "missing", f"{METADATA} places tensors in it", "use another checkpoint or copy the file here", code=BAD_INPUT))
+            problems.append(Problem(str(path), "missing", f"{METADATA} places tensors in it",
+                                    "use another checkpoint or copy the file here", code=BAD_INPUT))
         elif (size := path.stat().st_size) < needed:
             problems.append(Problem(str(path), f"{size:,} bytes", f"cut short: {METADATA} places data up to byte {needed:,}",
                                     "use another checkpoint or copy the file again", code=BAD_INPUT))

@@ -96,7 +96,8 @@ def _read_huggingface(layout: layouts.Layout, problems: list[Problem]) -> HfCont
         return None
     problems += found.problems
     if layout.kind == "huggingface" and found.config is None:
-        problems.append(Problem(str(layout.root / "config.json"), "missing", "a model folder needs it", "copy it from the source model", code=BAD_INPUT))
+        problems.append(Problem(str(layout.root / "config.json"), "missing", "a model folder needs it", "copy it from the source model",
+                                code=BAD_INPUT))
     return found
 
 
@@ -176,7 +177,8 @@ def _steps(layout: layouts.Layout) -> list[dict]:
     """The other checkpoints of the same run."""
     siblings = layout.root.absolute().parent
     latest = manifest.latest_complete(siblings)
-    return [{"step": step, "path": str(folder), "latest": folder == latest} for step, folder in sorted(manifest.complete_steps(siblings).items())]
+    complete = sorted(manifest.complete_steps(siblings).items())
+    return [{"step": step, "path": str(folder), "latest": folder == latest} for step, folder in complete]
 
 
 # ---------------------------------------------------------------- text
@@ -185,7 +187,7 @@ def render(report: dict) -> str:
     """The report for people, as plain aligned text. The problems are left to whoever prints it, with their exit code."""
     step = f"{report['step']}" + (f" of {report['total_steps']}" if report["total_steps"] else "") if report["step"] is not None else ""
     num_errors = sum(p["level"] == "error" for p in report["problems"])
-    state = "complete" + (", checksums verified" if report["verified"] else "") if report["complete"] else f"NOT USABLE ({num_errors} problems)"
+    state = f"NOT USABLE ({num_errors} problems)" if num_errors else "complete, checksums verified" if report["verified"] else "complete"
     hf = report["huggingface"]
     weights = f"{hf['num_weights']} weights, {size_words(hf['weight_bytes'])}" if hf["num_weights"] else "no weights"
     has = [name for name in ("config", "tokenizer") if hf[name]]
@@ -205,12 +207,14 @@ def render(report: dict) -> str:
     lines = [report["path"], *(f"  {name:<12} {value}" for name, value in facts.items() if value)]
     for title, rows in (("group", report["groups"]), ("dtype", report["dtypes"])):
         if rows:
-            cells = [(r["name"], f"{r['num_tensors']:,}", f"{r['num_logical_tensors']:,}", f"{r['num_elements']:,}", size_words(r["bytes"])) for r in rows]
+            cells = [(r["name"], *(f"{r[key]:,}" for key in ("num_tensors", "num_logical_tensors", "num_elements")), size_words(r["bytes"]))
+                     for r in rows]
             lines += ["", *_table((title, "stored", "tensors", "elements", "size"), cells)]
     if report["num_objects"]:
         lines += ["", f"  and {report['num_objects']:,} values that are no tensors"]
     if report["tensors"] is not None:
-        cells = [(t["name"], "×".join(map(str, t["shape"])) or "scalar", t["dtype"], f"{t['num_chunks']}", size_words(t["bytes"])) for t in report["tensors"]]
+        cells = [(t["name"], "×".join(map(str, t["shape"])) or "scalar", t["dtype"], str(t["num_chunks"]), size_words(t["bytes"]))
+                 for t in report["tensors"]]
         lines += ["", *_table(("tensor", "shape", "dtype", "chunks", "size"), cells)]
     return "\n".join(lines)
 
@@ -218,7 +222,8 @@ def render(report: dict) -> str:
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     """First column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows)]
-    return ["  " + "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))) for row in (header, *rows)]
+    first, *others = widths
+    return ["  ".join(["", row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others))]) for row in (header, *rows)]
 
 
 def size_words(num_bytes: int) -> str:

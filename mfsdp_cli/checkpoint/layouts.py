@@ -95,7 +95,8 @@ def _latest_of_several(path: Path, problems: list[Problem]) -> Layout | None:
     if roles:
         chosen = roles.get("actor") or roles[min(roles)]
         if len(roles) > 1:
-            problems.append(_note(path, ", ".join(roles), f"several roles; this is {chosen.root.name}", "name the role's folder to see another"))
+            problems.append(_note(path, ", ".join(roles), f"several roles; this is {chosen.root.name}",
+                                  "name the role's folder to see another"))
         return chosen
     steps = sorted((int(match[1]), p) for p in path.iterdir() if p.is_dir() and (match := _STEP.fullmatch(p.name)))
     if not steps:

@@ -282,7 +282,8 @@ def _read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise _bad(folder, "missing", "there is no such folder", "give a checkpoint folder that exists")
     if not path.is_file():
-        raise _bad(folder, f"no {MANIFEST}", f"{MANIFEST} is written last, so this save was interrupted or is still going on", "use another checkpoint")
+        raise _bad(folder, f"no {MANIFEST}", f"{MANIFEST} is written last, so this save was interrupted or is still going on",
+                   "use another checkpoint")
     try:
         data = json.loads(path.read_text())
     except (ValueError, OSError) as error:

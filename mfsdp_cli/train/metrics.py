@@ -49,7 +49,8 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             # events of steps that this attempt repeats are hidden, as in read_metrics
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None, flush_secs=30)
+            purge_step = resume_step + 1 if resume_step else None
+            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step, flush_secs=30)
         if "wandb" in loggers:
             import wandb
 

@@ -151,8 +151,8 @@ def test_a_pickle_that_calls_a_function_is_refused_and_not_run(tmp_path, protoco
     assert not evidence.exists()
 
 
-@pytest.mark.parametrize("name", ["builtins eval", "builtins getattr", "builtins __import__", "torch load", "os system", "collections Counter",
-                                  "torch.distributed.checkpoint.metadata os", "mfsdp_cli.errors MfsdpError"])
+@pytest.mark.parametrize("name", ["builtins eval", "builtins getattr", "builtins __import__", "torch load", "os system",
+                                  "collections Counter",                                  "torch.distributed.checkpoint.metadata os", "mfsdp_cli.errors MfsdpError"])
 def test_only_the_listed_names_are_known(tmp_path, name):
     (tmp_path / ".metadata").write_bytes(b"c" + name.replace(" ", "\n").encode() + b"\n(S'1'\ntR.")
     with pytest.raises(MfsdpError, match="may be an attack") as caught:
@@ -192,7 +192,8 @@ def test_report_of_an_mfsdp_checkpoint(written, tmp_path):
         "bfloat16": (3, 48, 96), "float32": (8, 101, 404)}
     assert (report["num_tensors"], report["num_logical_tensors"], report["num_objects"]) == (11, 8, 3)
     assert len(report["tensors"]) == 11 and report["tensors"][0]["num_chunks"] == 2
-    assert report["huggingface"] == {"path": str(folder / "huggingface"), "config": True, "tokenizer": True, "num_weights": 0, "weight_bytes": 0}
+    assert report["huggingface"] == {"path": str(folder / "huggingface"), "config": True, "tokenizer": True, "num_weights": 0,
+                                     "weight_bytes": 0}
     assert report["export"] == {"possible": True, "why": f"mfsdp ckpt export-hf {folder} -o DIR"}
     assert report["steps"] == [{"step": 100, "path": str(folder), "latest": True}]
     json.dumps(report, allow_nan=False)
@@ -201,7 +202,8 @@ def test_report_of_an_mfsdp_checkpoint(written, tmp_path):
 def test_every_way_to_name_a_checkpoint_gives_the_same_report(written, tmp_path):
     mfsdp_step(tmp_path / "run", written, 50)
     folder = mfsdp_step(tmp_path / "run", written, 100)
-    reports = [inspect(p) for p in (tmp_path / "run", tmp_path / "run" / "checkpoints", folder, folder / "dist_ckpt", folder / "huggingface")]
+    run = tmp_path / "run"
+    reports = [inspect(p) for p in (run, run / "checkpoints", folder, folder / "dist_ckpt", folder / "huggingface")]
     assert all(report == reports[0] for report in reports)
     assert [(s["step"], s["latest"]) for s in reports[0]["steps"]] == [(50, False), (100, True)]
 
@@ -249,7 +251,8 @@ def test_verl_current_layout(written, tmp_path):
     hf_folder(actor / "model" / "huggingface", weights=True)
     shutil.copytree(written, actor / "model" / "dist_ckpt")
     places = {"model": {"path": "model/dist_ckpt"}, "hf_config": {"path": "model/huggingface"}}
-    contents = {"schema_version": 2, "arch": "Qwen2ForCausalLM", "global_step": 40, "world_size": 8, "save_contents": ["model"], "contents": places}
+    contents = {"schema_version": 2, "arch": "Qwen2ForCausalLM", "global_step": 40, "world_size": 8, "save_contents": ["model"],
+                "contents": places}
     (actor / "ckpt_contents.json").write_text(json.dumps(contents))
     for path in (actor, actor / "model", actor / "model" / "dist_ckpt", actor / "model" / "huggingface", tmp_path / "global_step_40"):
         report = inspect(path)
@@ -303,7 +306,8 @@ def test_hugging_face_weights_that_are_missing_cut_short_or_elsewhere(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert read_hf(folder).problems == () and [t.num_bytes for t in read_hf(folder).tensors] == [24, 10]
     os.truncate(folder / "b.safetensors", (folder / "b.safetensors").stat().st_size - 1)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map | {"z": "a.safetensors", "w": "c.safetensors"}}))
+    weight_map |= {"z": "a.safetensors", "w": "c.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     told = [(Path(p.key).name, p.why.split(":")[0]) for p in read_hf(folder).problems]
     assert told == [("b.safetensors", "cut short"), ("c.safetensors", "model.safetensors.index.json places tensors in it"),
                     ("a.safetensors", "model.safetensors.index.json places z in it, but it is not there")]
@@ -329,7 +333,8 @@ def test_text_shows_the_sums_in_columns(written, tmp_path):
     assert any(line.split() == ["model.module.embedding.word_embeddings.weight", "6×4", "bfloat16", "2", "48", "B"] for line in lines)
 
 
-@pytest.mark.parametrize("num_bytes, words", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB"), (5000 * 2**40, "5000.0 TiB")])
+@pytest.mark.parametrize("num_bytes, words", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB"),
+                                              (5000 * 2**40, "5000.0 TiB")])
 def test_sizes_in_words(num_bytes, words):
     assert size_words(num_bytes) == words
 
@@ -341,7 +346,8 @@ def test_inspecting_imports_nothing_heavy_and_changes_nothing(written, tmp_path)
         return sorted((str(p), p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
 
     before = state()
-    code = ("import sys; from mfsdp_cli.checkpoint.inspect import inspect, render; render(inspect(sys.argv[1], tensors=True, verify=True)); "
+    code = ("import sys; from mfsdp_cli.checkpoint.inspect import inspect, render; "
+            "render(inspect(sys.argv[1], tensors=True, verify=True)); "
             "print([m for m in ('torch', 'numpy', 'rich', 'yaml', 'pyarrow', 'pydantic', 'transformers', 'megatron') if m in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=REPO, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")

@@ -21,7 +21,8 @@ TOPOLOGY = {"world": 8, "dp": 2, "tp": 4, "pp": 1, "cp": 1, "ep": 1, "etp": 1}
 
 def make(step: int) -> m.Manifest:
     return m.Manifest(step=step, total_steps=100, samples_consumed=8 * step, contents=["model", "optimizer", "extra"], topology=TOPOLOGY,
-                      dtype="bfloat16", padded_vocab_size=152064, architecture="Qwen2ForCausalLM", source_model="Qwen/Qwen2.5-Math-7B", num_tensors=3)
+                      dtype="bfloat16", padded_vocab_size=152064, architecture="Qwen2ForCausalLM",
+                      source_model="Qwen/Qwen2.5-Math-7B", num_tensors=3)
 
 
 def save(folder: Path, step: int, text: str = "weights") -> Path:
@@ -81,7 +82,8 @@ def test_many_faults_are_counted_not_listed(tmp_path):
     assert caught.value.problems[-1].found == "15 more files"
 
 
-@pytest.mark.parametrize("text, found", [("{", "Expecting"), ("[]", "no schema number"), ('{"schema": 2}', "schema 2"), ('{"schema": 1}', "without ")])
+@pytest.mark.parametrize("text, found", [("{", "Expecting"), ("[]", "no schema number"), ('{"schema": 2}', "schema 2"),
+                                         ('{"schema": 1}', "without ")])
 def test_an_unreadable_manifest_is_named(tmp_path, text, found):
     final = save(tmp_path, 5)
     (final / "manifest.json").write_text(text)

@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,8 @@ from mfsdp_cli.train.metrics import EtaMeter, MetricsLog, count_words, duration_
 
 
 def open_log(run_dir, **changes) -> MetricsLog:
-    return MetricsLog(**{"run_dir": run_dir, "loggers": ["console", "file"], "project": "p", "name": "n", "config": {}, "is_writer": True} | changes)
+    arguments = {"run_dir": run_dir, "loggers": ["console", "file"], "project": "p", "name": "n", "config": {}, "is_writer": True}
+    return MetricsLog(**arguments | changes)
 
 
 def lines(run_dir) -> list[dict]:
@@ -134,7 +137,8 @@ def test_wandb_keeps_its_id_and_may_go_back_in_steps(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("record, line", [
-    ({"step": 12, "total_steps": 100, "loss": 0.41234, "lr": 1e-5, "grad_norm": 0.9149, "tokens_per_s": 18240.0, "memory_gib": 61.28, "eta_s": 4320},
+    ({"step": 12, "total_steps": 100, "loss": 0.41234, "lr": 1e-5, "grad_norm": 0.9149, "tokens_per_s": 18240.0,
+      "memory_gib": 61.28, "eta_s": 4320},
      "step 12/100 loss 0.4123 lr 1.0e-05 grad_norm 0.91 tok/s 18.2k mem 61.3GiB eta 1h12m"),
     ({"step": 12, "total_steps": 100, "val_loss": 0.5}, "step 12/100 val_loss 0.5000"),
     ({"eta_s": 0, "loss": math.nan, "step": 1, "total_steps": 1, "lr": 0.0, "memory_gib": None}, "step 1/1 loss nan lr 0.0e+00 eta 0s"),
@@ -143,12 +147,14 @@ def test_step_line(record, line):
     assert step_line(record) == line
 
 
-@pytest.mark.parametrize("seconds, words", [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (725, "12m05s"), (3599.6, "1h00m"), (4320, "1h12m"), (183600, "2d03h")])
+@pytest.mark.parametrize("seconds, words", [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (725, "12m05s"), (3599.6, "1h00m"), (4320, "1h12m"),
+                                            (183600, "2d03h")])
 def test_duration_words(seconds, words):
     assert duration_words(seconds) == words
 
 
-@pytest.mark.parametrize("count, words", [(0, "0"), (999, "999"), (999.6, "1.0k"), (18249, "18.2k"), (999_940, "999.9k"), (999_960, "1.0M")])
+@pytest.mark.parametrize("count, words", [(0, "0"), (999, "999"), (999.6, "1.0k"), (18249, "18.2k"), (999_940, "999.9k"),
+                                          (999_960, "1.0M")])
 def test_count_words(count, words):
     assert count_words(count) == words
 
@@ -168,8 +174,6 @@ def test_eta_forgets_slow_first_steps_and_counts_pauses():
 
 def test_tensorboard_hides_what_a_resume_repeats(tmp_path):
     """The real package, in a process of its own so that this file needs no torch."""
-    import subprocess
-
     code = """
 import sys
 from mfsdp_cli.train.metrics import MetricsLog
@@ -181,8 +185,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 events = EventAccumulator(sys.argv[1] + "/tensorboard"); events.Reload()
 print(events.Tags()["scalars"], [(e.step, e.value) for e in events.Scalars("loss")])
 """
-    from pathlib import Path
-
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], capture_output=True, text=True,
+                          cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['loss'] [(1, 1.0), (2, 12.0)]"
