@@ -27,7 +27,11 @@ CHAT_TEMPLATE = (
 # Qwen2's split into words: contractions, letters with one leading character, single digits, punctuation, line ends, spaces.
 WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 TEXT = """What is the sum of two numbers? Let's think step by step and output the final answer after "####".
-system user assistant tool: You are a helpful assistant. The answer is the number that follows the marks.
+system
+user
+assistant
+tool
+You are a helpful assistant. The answer is the number that follows the marks.
 First add the tens, then add the ones. So the total is what we need. If there are more, carry one and go on.
 She has some apples and he has twice as many; how many do they have together? They have that many in all."""
 
@@ -51,7 +55,8 @@ def make_tokenizer(vocab_size: int):
     sums = [f"{r.value['question']}\n{r.value['answer']}\n" for r in arithmetic_records({"train": 500, "test": 0}, seed=0)["train"]]
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(SPECIAL_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                                   show_progress=False)
-    backend.train_from_iterator([*sums, *TEXT.splitlines(keepends=True) * 3], trainer)
+    paragraphs = "one\n\ntwo\n\nthree"  # line ends merge, as in real vocabularies
+    backend.train_from_iterator([*sums, *TEXT.splitlines(keepends=True), paragraphs], trainer)
     backend.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>",
                                         extra_special_tokens=["<|im_start|>"], clean_up_tokenization_spaces=False, model_max_length=4096)

@@ -95,6 +95,8 @@ def check_messages(turns) -> list[dict]:
             raise BadRow(f"message {number} is a system message: only the first may be")
         if not isinstance(content, str):
             raise BadRow(f"message {number} ({role}) has content {type(content).__name__}, not a text")
+        if role == "assistant" and not content.strip():
+            raise BadRow(f"message {number} (assistant) is empty: nothing to learn")
         extra = sorted(key for key, value in turn.items() if key not in ("role", "content") and value not in (None, [], ""))
         if extra:
             raise BadRow(f"message {number} has {', '.join(extra)}, which the written schema (role, content) cannot hold")

@@ -139,8 +139,8 @@ def finish(example: Example, system: str | None, purpose: str) -> Example:
             messages = messages[:-1]
         if not messages or messages[-1]["role"] not in ("user", "tool"):
             raise BadRow("no prompt: the chat holds no user message before its last answer")
-    elif not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
-        raise BadRow("no assistant message with text: nothing to learn")
+    elif not any(m["role"] == "assistant" for m in messages):
+        raise BadRow("no assistant message: nothing to learn")
     return replace(example, messages=messages)
 
 

@@ -219,7 +219,7 @@ def test_every_bad_row_is_told_with_its_line_and_reason(tmp_path):
     problems = caught.value.problems
     assert [p.where for p in problems] == [f"{source}:{line}" for line in range(2, 12)]
     assert [p.key for p in problems] == [f"train row {row}" for row in range(1, 11)]
-    wanted = ["no assistant message", "no assistant message", "message 2 is a system", "role 'robot'",
+    wanted = ["no assistant message", "message 2 (assistant) is empty", "message 2 is a system", "role 'robot'",
               "message 1 (user) has content NoneType", "is empty", "no column messages", "tool_calls", "is not JSON", "is list"]
     for problem, part in zip(problems, wanted, strict=True):
         assert part in problem.why
