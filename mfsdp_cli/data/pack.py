@@ -1,0 +1,42 @@
+"""Samples laid end to end (THD), with next-token labels. The one place where labels shift against tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mfsdp_cli.types import PackedBatch, Sample
+
+
+def pack(samples: list[Sample], *, multiple_of: int = 1) -> PackedBatch:
+    """One micro batch of one rank, on the CPU.
+
+    multiple_of  the number of tokens is made divisible by this (TP, with sequence parallelism): a masked padding sequence of its own
+                 is appended, so that the real sequences neither see nor move for it.
+    No samples   gives one masked padding sequence: a rank without work still joins the collectives of the others.
+    """
+    assert multiple_of >= 1
+    lengths = [sample.num_tokens for sample in samples]
+    num_real = sum(lengths)
+    num_padding = -num_real % multiple_of if samples else max(2, multiple_of)
+    if num_padding:
+        lengths.append(num_padding)
+    num_tokens = num_real + num_padding
+    input_ids, labels = np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=np.int64)
+    target_mask = np.zeros(num_tokens, dtype=np.float32)
+    starts = np.cumsum([0, *lengths])
+    for sample, start, end in zip(samples, starts, starts[1:], strict=False):  # the padding sequence stays zero
+        input_ids[start:end] = sample.input_ids
+        learned = sample.loss_mask[1:]
+        labels[start:end - 1] = np.where(learned, sample.input_ids[1:], 0)
+        target_mask[start:end - 1] = learned
+    return PackedBatch(
+        input_ids=torch.from_numpy(input_ids),
+        labels=torch.from_numpy(labels),
+        target_mask=torch.from_numpy(target_mask),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        max_seqlen=max(lengths),
+        num_real_tokens=num_real,
+        rows=tuple(sample.row for sample in samples),
+    )
