@@ -38,6 +38,7 @@ FLAGS = {
     "cp": "engine.context_parallel_size",
 }
 
+SECTIONS = {key.split(".")[0] for key in leaves()}
 PATH_KEYS = ("model.path", "data.train_files", "data.val_files", "trainer.output_dir", "trainer.resume_from_path")
 
 
@@ -226,6 +227,8 @@ def _apply(loaded: Loaded, entries: list[Entry]) -> None:
     """Put one layer over the settings."""
     seen: dict[str, tuple[Entry, object]] = {}
     for entry in entries:
+        if entry.key in SECTIONS and free_value(entry.raw) in (None, {}):
+            continue  # a section of which every line is commented out
         key = aliases.resolve(entry.key, entry.raw)
         if isinstance(key, aliases.Told):
             problem = Problem(entry.key, as_text(free_value(entry.raw)), key.why, key.fix, entry.where, level=key.level)
@@ -281,8 +284,7 @@ def _home(path: str | None) -> str | None:
 
 def _unknown(entry: Entry) -> Problem:
     found = as_text(free_value(entry.raw))
-    sections = {key.split(".")[0] for key in leaves()}
-    if entry.key in sections:
+    if entry.key in SECTIONS:
         return Problem(entry.key, found, "this is a section of settings, not a setting", f"write {entry.key}.NAME=VALUE", entry.where)
     near = suggestions(entry.key)
     fix = f"did you mean {' or '.join(near)}?" if near else "mfsdp config schema lists every key"

@@ -118,7 +118,7 @@ def features(s, f) -> Iterator[Problem]:
         return
     if c.get("use_sliding_window") or "sliding_attention" in (c.get("layer_types") or []):
         name = "use_sliding_window" if c.get("use_sliding_window") else "layer_types"
-        yield _model_problem(name, c[name], "Megatron-Bridge 0.6.2 drops sliding windows: every layer would attend to everything", OTHER_MODEL)
+        yield _model_problem(name, c[name], "Megatron-Bridge 0.6.2 drops sliding windows: all layers would see everything", OTHER_MODEL)
     for name in ("attention_bias", "mlp_bias"):
         if c.get(name):
             yield _model_problem(name, True, "Megatron-Bridge 0.6.2 has no place for these biases, so they would be lost", OTHER_MODEL)
@@ -150,7 +150,7 @@ def _rope(c: dict) -> Iterator[Problem]:
             "rope_parameters", "one for each layer type", "Megatron-Bridge 0.6.2 knows one for all layers", OTHER_MODEL,
         )
     elif kind not in (("default", "linear", "llama3") if llama else ("default",)):
-        why = "Megatron-Bridge 0.6.2 drops this RoPE scaling for this architecture, or it has not been checked here: positions could be wrong"
+        why = "Megatron-Bridge 0.6.2 drops this RoPE scaling for this architecture, or nobody has checked it here"
         known = "default, linear, llama3" if llama else "default"
         fix = f"supported: {known}. Take the scaling out of config.json when conversations fit the original length"
         yield _model_problem("rope_scaling.rope_type", kind, why, fix)

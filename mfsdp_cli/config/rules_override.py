@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from mfsdp_cli.config.values import as_text, nearest
 from mfsdp_cli.errors import Problem
 
 SECTION = "engine.override_transformer_config"
+ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")  # names of megatron-core's enum AttnBackend
 
 # Fields that follow a setting of ours.
 OWN_SETTING = {
@@ -51,7 +53,7 @@ OURS = {
 
 # Fields that fail, or lose something in silence, with Megatron-FSDP. The values are those that leave the feature off.
 REFUSED = {
-    "gradient_accumulation_fusion": ((False,), "with Megatron-FSDP it needs TransformerEngine 2.10, and may write over gradients to be summed"),
+    "gradient_accumulation_fusion": ((False,), "with Megatron-FSDP it needs TransformerEngine 2.10, and may overwrite gradients"),
     "fp8": ((None,), "with fp8 weights load without a check of names, and its state is left out of DTensor checkpoints"),
     "fp8_param": ((False,), "it goes with fp8, which is not supported with Megatron-FSDP here"),
     "fp4": ((None,), "Megatron-FSDP has no code for it"),
@@ -73,7 +75,10 @@ REFUSED = {
 def override_transformer_config(s, f) -> Iterator[Problem]:
     legal = transformer_config_fields(f.versions.get("megatron-core"))
     for name, value in s.engine.override_transformer_config.items():
-        yield from _one(name, value, legal)
+        # verl's own default file writes recompute_granularity: null and the like, which says the same as recompute: none.
+        no_recompute = name.startswith("recompute_") and value in (None, ["core_attn"]) and s.engine.recompute == "none"
+        if not no_recompute:
+            yield from _one(name, value, legal)
 
 
 def _one(name: str, value, legal: dict[str, str]) -> Iterator[Problem]:
@@ -81,9 +86,7 @@ def _one(name: str, value, legal: dict[str, str]) -> Iterator[Problem]:
     reason = next((why for why, names in OURS.items() if name in names), None)
     off = REFUSED.get(name, ((), ""))[0]
     if name in OWN_SETTING:
-        # verl's own default file writes recompute_granularity: null and the like.
-        if value is not None and not (name == "recompute_modules" and value == ["core_attn"]):
-            yield Problem(key, found, f"this follows {OWN_SETTING[name]}", f"set {OWN_SETTING[name]} instead")
+        yield Problem(key, found, f"this follows {OWN_SETTING[name]}", f"set {OWN_SETTING[name]} instead")
     elif reason is not None:
         yield Problem(key, found, f"the program sets this: {reason}", "leave it out")
     elif name in REFUSED:
@@ -92,17 +95,22 @@ def _one(name: str, value, legal: dict[str, str]) -> Iterator[Problem]:
     elif legal and name not in legal:
         near = nearest(name, list(legal))
         yield Problem(key, found, "Megatron's TransformerConfig has no such field", f"did you mean {near}?" if near else "leave it out")
+    elif name == "attention_backend" and value not in ATTENTION_BACKENDS:
+        yield Problem(key, found, "no such attention backend", f"write one of: {', '.join(ATTENTION_BACKENDS)}")
     elif legal and not _fits(value, legal[name]):
-        yield Problem(key, found, f"TransformerConfig.{name} is {legal[name]}", f"write {legal[name]}")
+        yield Problem(key, found, f"it does not fit TransformerConfig.{name}: {legal[name]}", f"write {legal[name]}")
 
 
 def _fits(value, annotation: str) -> bool:
-    """Judges plain annotations only: bool, int and float, optional or not."""
+    """Judges plain annotations only: bool, int, float and Literal, optional or not."""
     types = {"bool": bool, "int": int, "float": (int, float)}
-    plain = annotation.removeprefix("Optional[").removesuffix("]")
-    if plain not in types or (value is None and annotation.startswith("Optional[")):
+    optional = annotation.startswith("Optional[")
+    plain = annotation.removeprefix("Optional[").removesuffix("]") if optional else annotation
+    if value is None and optional:
         return True
-    return isinstance(value, types[plain]) and (plain == "bool" or not isinstance(value, bool))
+    if literal := re.fullmatch(r"Literal\[([^\[\]]*)\]", plain):
+        return as_text(value) in [word.strip().strip("'\"") for word in literal[1].split(",")]
+    return plain not in types or (isinstance(value, types[plain]) and (plain == "bool" or not isinstance(value, bool)))
 
 
 @cache

@@ -102,7 +102,7 @@ class TrainerSettings:
     output_dir: str | None = opt(None, "run folder; null: runs/<experiment_name>")
     logger: list[str] = opt(["console", "file"], "where metrics go; console and metrics.jsonl always run", choices=LOGGERS)
     n_gpus_per_node: int = opt(1, "ranks per node (processes, when on CPU)", unit="ranks", low=1)
-    nnodes: int = opt(1, "nodes", low=1)
+    nnodes: int = opt(1, "machines that take part", unit="nodes", low=1)
     node_rank: int = opt(0, "this node's number, when nnodes > 1", low=0)
     rdzv_endpoint: str | None = opt(None, "host:port of node 0, when nnodes > 1")
     total_epochs: int = opt(4, "passes over the training data", low=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from mfsdp_cli.config.rules import check
 from mfsdp_cli.config.schema import SftSettings
+from mfsdp_cli.errors import Problem
 from mfsdp_cli.launch.facts import Facts, ParquetFacts
 
 CHAT = "list<element: struct<role: string, content: string>>"
@@ -61,3 +63,20 @@ def make_settings(**overrides) -> SftSettings:
         assert hasattr(getattr(settings, section), field), name
         setattr(getattr(settings, section), field, value)
     return settings
+
+
+def problems(facts: Facts | None = None, level: str = "error", **settings) -> list[Problem]:
+    return [p for p in check(make_settings(**settings), {}, facts or make_facts()) if p.level == level]
+
+
+def only(facts: Facts | None = None, level: str = "error", **settings) -> Problem:
+    found = problems(facts, level, **settings)
+    assert len(found) == 1, found
+    assert found[0].why and found[0].fix
+    return found[0]
+
+
+def passes(facts: Facts | None = None, **settings) -> bool:
+    found = [p for p in check(make_settings(**settings), {}, facts or make_facts()) if p.level != "note"]
+    assert found == [], found
+    return True

@@ -1,0 +1,387 @@
+import random
+import string
+import subprocess
+import sys
+
+import pytest
+
+from mfsdp_cli.config import aliases
+from mfsdp_cli.config.load import FLAGS, dump_yaml, load_sft, read_resolved, suggestions, to_dict
+from mfsdp_cli.config.schema import SftSettings
+from mfsdp_cli.config.values import leaf_of, leaves
+from mfsdp_cli.errors import CONFIG_INVALID, USAGE, MfsdpError
+
+
+def load(*assignments, **kwargs):
+    return load_sft(assignments=assignments, **({"environ": {}} | kwargs))
+
+
+def errors(loaded):
+    return [p for p in loaded.problems if p.level == "error"]
+
+
+def only_error(loaded):
+    found = errors(loaded)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def write(tmp_path, text, name="run.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_nothing_given_is_the_defaults():
+    loaded = load()
+    assert loaded.settings == SftSettings() and loaded.origins == {} and loaded.problems == []
+
+
+def test_each_layer_wins_over_the_one_before_it(tmp_path):
+    config = write(tmp_path, "engine:\n  tensor_model_parallel_size: 3\n  pipeline_model_parallel_size: 3\n  context_parallel_size: 3\n"
+                             "  expert_model_parallel_size: 3\ndata:\n  train_batch_size: 3\n")
+    loaded = load(
+        "engine.context_parallel_size=5", "engine.expert_model_parallel_size=5", preset="sft-gsm8k-qwen2.5-math-7b", config=config,
+        environ={"PP": "4", "EP": "4", "NPROC": ""}, flags={"ep": 6},
+    )
+    e = loaded.settings.engine
+    assert loaded.problems == []
+    assert (e.tensor_model_parallel_size, e.pipeline_model_parallel_size, e.context_parallel_size, e.expert_model_parallel_size) == (3, 4,
+        5, 6)
+    assert loaded.settings.trainer.n_gpus_per_node == 8, "an empty variable is not given"
+    assert loaded.origins["trainer.n_gpus_per_node"] == "preset sft-gsm8k-qwen2.5-math-7b"
+    assert loaded.origins["engine.tensor_model_parallel_size"] == f"{config}:2"
+    assert loaded.origins["data.train_batch_size"] == f"{config}:7"
+    assert loaded.origins["engine.pipeline_model_parallel_size"] == "$PP"
+    assert loaded.origins["engine.context_parallel_size"] == "command line"
+    assert loaded.origins["engine.expert_model_parallel_size"] == "--ep"
+    assert "optim.eps" not in loaded.origins
+
+
+def test_flags_take_python_values_and_either_spelling():
+    for flags in ({"train_files": ["a", "b"], "nproc": 2, "tp": None}, {"--train-files": ["a", "b"], "trainer.n_gpus_per_node": 2}):
+        loaded = load(flags=flags)
+        assert loaded.problems == [] and loaded.settings.data.train_files == ["a", "b"] and loaded.settings.trainer.n_gpus_per_node == 2
+        assert loaded.origins == {"data.train_files": "--train-files", "trainer.n_gpus_per_node": "--nproc"}
+    assert set(FLAGS.values()) <= set(leaves())
+
+
+@pytest.mark.parametrize(
+    "key, text, value",
+    [
+        ("optim.lr", "1e-5", 1e-5),
+        ("optim.lr", "1E-5", 1e-5),
+        ("optim.lr", "1", 1.0),
+        ("optim.eps", ".5", 0.5),
+        ("data.train_batch_size", "1_024", 1024),
+        ("data.shuffle", "FALSE", False),
+        ("trainer.experiment_name", "yes", "yes"),
+        ("trainer.experiment_name", "n", "n"),
+        ("trainer.experiment_name", "off", "off"),
+        ("trainer.experiment_name", "007", "007"),
+        ("trainer.experiment_name", "1e-5", "1e-5"),
+        ("trainer.experiment_name", "a: b #c", "a: b #c"),
+        ("trainer.experiment_name", '"null"', "null"),
+        ("trainer.output_dir", "null", None),
+        ("trainer.output_dir", "None", None),
+        ("trainer.output_dir", "", None),
+        ("trainer.max_ckpt_to_keep", "~", None),
+        ("trainer.total_training_steps", "5", 5),
+        ("engine.recompute", "none", "none"),
+        ("engine.sequence_parallel", "true", True),
+        ("engine.sequence_parallel", "null", None),
+        ("data.train_files", "a.parquet", ["a.parquet"]),
+        ("data.train_files", "[a.parquet, 'b c.parquet']", ["a.parquet", "b c.parquet"]),
+        ("data.val_files", "null", []),
+        ("trainer.logger", '["console","file"]', ["console", "file"]),
+        ("optim.betas", "[0.9,1e-1]", [0.9, 0.1]),
+        ("checkpoint.load_contents", "null", None),
+        ("checkpoint.load_contents", "[model]", ["model"]),
+    ],
+)
+def test_values(key, text, value):
+    loaded = load(f"{key}={text}")
+    assert loaded.problems == []
+    section, name = key.split(".")
+    got = getattr(getattr(loaded.settings, section), name)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    "key, text, why, fix",
+    [
+        ("optim.lr", "fast", "expected a number, found the text 'fast'", "1e-05"),
+        ("optim.lr", "nan", "expected a number", "1e-05"),
+        ("optim.lr", "-1", "below the least value, 0.0", "0.0 or more"),
+        ("optim.lr_warmup_steps_ratio", "1.5", "above the greatest value, 1.0", "1.0 or less"),
+        ("data.train_batch_size", "8.0", "expected an integer (rows)", "write 8"),
+        ("data.train_batch_size", "1e3", "expected an integer (rows)", "write 1000"),
+        ("data.train_batch_size", "null", "null is no value", "8"),
+        ("data.train_batch_size", "0", "below the least value, 1 rows", "1 or more"),
+        ("data.train_batch_size", "[8]", "found a list", "8"),
+        ("data.shuffle", "yes", "expected True or False, found the text 'yes'", "True or False"),
+        ("data.shuffle", "1", "expected True or False, found an integer", "True or False"),
+        ("data.truncation", "rigth", "not one of: error, left, right", "did you mean right?"),
+        ("data.truncation", "xyzzy", "not one of: error, left, right", "error, left, right"),
+        ("engine.dtype", "float16", "not one of: bfloat16, float32", "did you mean bfloat16?"),
+        ("trainer.logger", "[console, swanlab]", "swanlab is not one of: console, file, tensorboard, wandb", "did you mean wandb?"),
+        ("optim.betas", "[0.9, x]", "expected a list of numbers, found the text 'x'", "[0.9, 0.95]"),
+        ("engine.override_transformer_config", "3", "expected a mapping", "leave it out"),
+        ("trainer.output_dir", "${trainer.project_name}/x", "OmegaConf reference", "the value itself"),
+        ("trainer.experiment_name", "null", "null is no value", "sft"),
+    ],
+)
+def test_wrong_values_say_what_was_found_and_what_is_right(key, text, why, fix):
+    loaded = load(f"{key}={text}")
+    problem = only_error(loaded)
+    assert problem.key == key and why in problem.why and fix in problem.fix
+    assert (problem.where, problem.code) == ("command line", CONFIG_INVALID)
+    assert loaded.settings == SftSettings(), "a wrong value changes nothing"
+
+
+def test_all_problems_at_once_with_their_lines(tmp_path):
+    config = write(tmp_path, "optim:\n  lr: fast\n  lrr: 1\n# comment\ndata:\n  train_batch_size: []\n  shuffle: on\n")
+    found = errors(load(config=config))
+    assert [(p.key, p.where) for p in found] == [
+        ("optim.lr", f"{config}:2"), ("optim.lrr", f"{config}:3"), ("data.train_batch_size", f"{config}:6"),
+        ("data.shuffle", f"{config}:7"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, line, why",
+    [
+        ("optim:\n  lr: 1\n  lr: 2\n", 3, "stands twice in the same mapping, first in line 2"),
+        ("data: {}\noptim:\n  lr: 1\ndata: {}\n", 4, "first in line 1"),
+        ("optim:\n  lr: 1\noptim.lr: 2\n", 3, "same setting with another value"),
+        ("optim:\n  lr: [1\n", 3, "not valid YAML"),
+        ("- a\n", 1, "must hold sections"),
+        ("optim:\n  lr: !!float 1\n", 2, "tags are not used"),
+        ("optim: 3\n", 1, None),
+        ("data: 3\n", 1, "a section of settings"),
+        ("? [a]\n: 1\n", 1, "a key must be text"),
+    ],
+)
+def test_yaml_faults(tmp_path, text, line, why):
+    config = write(tmp_path, text)
+    problem = only_error(load(config=config))
+    assert problem.where == f"{config}:{line}"
+    assert why is None or why in problem.why
+
+
+def test_unreadable_files(tmp_path):
+    assert "cannot be read: No such file" in only_error(load(config=str(tmp_path / "none.yaml"))).why
+    (tmp_path / "latin.yaml").write_bytes(b"model: {path: \xe9}")
+    assert "not UTF-8" in only_error(load(config=str(tmp_path / "latin.yaml"))).why
+    problem = only_error(load(preset="sft-tiny-gpu"))
+    assert problem.key == "--preset" and problem.fix == "did you mean sft-tiny-cpu?"
+    assert load(config=write(tmp_path, "")).problems == []
+
+
+def test_empty_sections_are_nothing(tmp_path):
+    assert load(config=write(tmp_path, "data:\n  # shuffle: False\nmodel: {}\n")).problems == []
+
+
+def test_a_preset_may_be_a_path(tmp_path):
+    path = write(tmp_path, "optim:\n  lr: 1e-4\n")
+    loaded = load(preset=path)
+    assert loaded.settings.optim.lr == 1e-4 and loaded.origins == {"optim.lr": f"{path}:2"}
+
+
+@pytest.mark.parametrize(
+    "key, meant",
+    [
+        ("parallel.tensor_parallel_szie", "engine.tensor_model_parallel_size"),
+        ("engine.tensor_model_paralel_size", "engine.tensor_model_parallel_size"),
+        ("train_batch_size", "data.train_batch_size"),
+        ("optim.train_batch_size", "data.train_batch_size"),
+        ("lr", "optim.lr"),
+        ("learning_rate", "optim.lr"),
+        ("training.max_steps", "trainer.total_training_steps"),
+        ("trainer.default_local_dirr", "trainer.output_dir"),
+    ],
+)
+def test_did_you_mean(key, meant):
+    problem = only_error(load(f"{key}=1"))
+    assert problem.why == "no such key" and meant in problem.fix
+
+
+def test_one_wrong_letter_always_finds_the_key():
+    rng = random.Random(0)
+    for key in leaves():
+        at = rng.randrange(key.index(".") + 1, len(key))
+        if len(key.partition(".")[2]) < 4:
+            continue
+        assert key in suggestions(key[:at] + key[at + 1:]), key
+        assert key in suggestions(key[:at] + rng.choice(string.ascii_lowercase) + key[at:]), key
+
+
+def test_an_unknown_key_without_a_likeness():
+    assert only_error(load("zzz.qqq=1")).fix == "mfsdp config schema lists every key"
+
+
+def test_arguments_that_are_no_assignments():
+    found = errors(load("optim.lr", "=3", "~optim.lr", "trainer.logger=[console"))
+    assert [p.code for p in found] == [USAGE, USAGE, USAGE, CONFIG_INVALID]
+    assert "deleted" in found[2].why and "not valid YAML" in found[3].why
+
+
+def test_plus_prefixes_and_repetition():
+    loaded = load("+optim.lr=1e-4", "++data.shuffle=False", "trainer.total_epochs=4", "trainer.total_epochs=2")
+    assert loaded.problems == [] and loaded.settings.optim.lr == 1e-4 and loaded.settings.data.shuffle is False
+    assert loaded.settings.trainer.total_epochs == 2, "the last wins, so that a script may end in \"$@\""
+    assert only_error(load("+optim.lrr=1")).key == "optim.lrr"
+
+
+def test_home_is_expanded_in_paths_only(monkeypatch):
+    monkeypatch.setenv("HOME", "/h")
+    loaded = load("model.path=~/m", "data.train_files=[~/a, b]", "trainer.output_dir=~/o", "trainer.experiment_name=~x")
+    s = loaded.settings
+    assert (s.model.path, s.data.train_files, s.trainer.output_dir, s.trainer.experiment_name) == ("/h/m", ["/h/a", "b"], "/h/o", "~x")
+
+
+def test_mappings_grow_over_the_layers(tmp_path):
+    config = write(tmp_path, "engine:\n  override_transformer_config:\n    a: 1\n    b: {c: no, d: true}\n")
+    loaded = load("++engine.override_transformer_config.b.c=none", "engine.override_transformer_config={e: [1e-3, null]}",
+                  "engine.override_transformer_config={}", "checkpoint.mbridge_config.distributed_filesystem=true", config=config)
+    assert loaded.problems == []
+    assert loaded.settings.engine.override_transformer_config == {"a": 1, "b": {"c": "none", "d": True}, "e": [1e-3, None]}
+    assert loaded.settings.checkpoint.mbridge_config == {"distributed_filesystem": True}
+    assert loaded.origins["engine.override_transformer_config.a"] == f"{config}:3"
+    assert loaded.origins["engine.override_transformer_config.b.c"] == "command line"
+    assert SftSettings().engine.override_transformer_config == {}, "defaults are not shared"
+
+
+# --- verl's names ---------------------------------------------------------------------------------------------------
+
+
+def test_verls_megatron_fsdp_sft_settings_are_all_taken():
+    loaded = load(
+        "data.train_files=/d/train.parquet", "data.val_files=/d/test.parquet", "data.messages_key=messages", "data.train_batch_size=8",
+        "data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=1024", "data.pad_mode=no_padding", "data.truncation=error",
+        "model=hf_model",
+        "model.trust_remote_code=True", "engine=megatron", "optim=megatron", "optim.lr=1e-5", "optim.lr_warmup_steps_ratio=0.2",
+        "optim.weight_decay=0.1", "optim.betas=[0.9,0.95]", "optim.clip_grad=1.0", "optim.lr_warmup_init=0", "optim.lr_decay_style=cosine",
+        "optim.min_lr=1e-6", "engine.tensor_model_parallel_size=4", "engine.pipeline_model_parallel_size=1", "engine.use_mbridge=True",
+        "engine.vanilla_mbridge=False", "engine.use_megatron_fsdp=True", "model.path=/m", "model.use_remove_padding=true",
+        "trainer.default_local_dir=/out", "trainer.project_name=gsm8k-sft", 'trainer.logger=["console","wandb","file"]',
+        "trainer.total_epochs=4",
+    )
+    s = loaded.settings
+    assert [(p.key, p.level) for p in loaded.problems] == [("model", "note"), ("engine", "note"), ("optim", "note")]
+    assert (s.trainer.output_dir, s.trainer.logger, s.engine.tensor_model_parallel_size) == ("/out", ["console", "wandb", "file"], 4)
+    assert (s.optim.lr, s.optim.betas, s.optim.lr_warmup_init) == (1e-5, [0.9, 0.95], 0.0)
+
+
+def test_nested_rl_prefixes():
+    loaded = load("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor_rollout_ref.actor.optim.lr=1e-6",
+                  "actor_rollout_ref.actor.checkpoint.save_contents=[model]", "actor_rollout_ref.model.path=m",
+                  "+actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=flash")
+    s = loaded.settings
+    assert loaded.problems == []
+    assert (s.engine.tensor_model_parallel_size, s.optim.lr, s.checkpoint.save_contents, s.model.path) == (2, 1e-6, ["model"], "m")
+    assert s.engine.override_transformer_config == {"attention_backend": "flash"}
+
+
+@pytest.mark.parametrize("text", [
+    "engine=fsdp", "engine.strategy=fsdp2", "engine.grad_offload=True", "engine.offload.param.target=cpu", "engine.qat.enable=true",
+    "engine.virtual_pipeline_model_parallel_size=2", "engine.override_ddp_config.bucket_size=1",
+    "engine.override_ddp_config.overlap_grad_reduce=False",
+    "optim.override_optimizer_config.use_precision_aware_optimizer=True", "optim.min_lr_ratio=0.1", "model.lora_adapter_path=x",
+    "model.override_config.num_hidden_layers=2", "data.custom_cls.path=x.py", "trainer.default_hdfs_dir=hdfs://x",
+    "ulysses_sequence_parallel_size=2",
+    "actor_rollout_ref.rollout.n=4", "algorithm.adv_estimator=grpo",
+])
+def test_verl_settings_that_would_be_lost_are_refused_with_a_reason(text):
+    problem = only_error(load(text))
+    assert problem.key == text.partition("=")[0] and problem.why and problem.fix and "no such key" not in problem.why
+
+
+@pytest.mark.parametrize("text", [
+    "engine.grad_offload=False", "engine.offload.param.target=null", "engine.offload.disk.path=/x", "engine.qat.enable=false",
+    "engine.qat.mode=w4a4",
+    "engine.override_ddp_config={}", "engine.override_ddp_config.grad_reduce_in_fp32=True",
+    "engine.override_ddp_config.overlap_grad_reduce=True",
+    "data.return_raw_chat=True", "model.use_fused_kernels=True", "model.target_modules=all-linear", "hydra.run.dir=x", "profiler.tool=nsys",
+    "optim.muon_momentum=0.9", "engine._target_=verl.workers.config.McoreEngineConfig", "data.num_workers=8",
+    "ulysses_sequence_parallel_size=1",
+])
+def test_verl_settings_without_meaning_here_are_noted(text):
+    loaded = load(text)
+    assert [(p.level, p.key) for p in loaded.problems] == [("note", text.partition("=")[0])]
+    assert loaded.settings == SftSettings() and loaded.origins == {}
+
+
+def test_two_names_for_one_setting():
+    problem = only_error(load("engine.seed=1", "trainer.seed=2"))
+    assert problem.key == "trainer.seed" and "engine.seed = 1" in problem.why
+    same = load("engine.seed=1", "trainer.seed=1")
+    assert same.problems == [] and same.settings.trainer.seed == 1
+
+
+def test_a_wrong_value_under_verls_name_names_both():
+    assert only_error(load("trainer.device=gpu")).key == "trainer.device (engine.device)"
+
+
+def test_every_alias_leads_to_a_setting_and_hides_none():
+    for theirs, ours in aliases.RENAMED.items():
+        assert leaf_of(ours) is not None and theirs not in leaves()
+    assert all(leaf_of(ours) is not None for ours in aliases.FOREIGN.values())
+    for key in leaves():
+        assert aliases.resolve(key, "x") == key, "a key of ours must not be taken for verl's"
+
+
+# --- there and back -------------------------------------------------------------------------------------------------
+
+
+def random_value(leaf, rng):
+    words = ["yes", "no", "null", "None", "~", "1e-5", "1", "true", "", "a: b", "# x", "[x]", "über", "x'y\"z", "- a", "x\ny", " pad "]
+    kind = leaf.kind.removeprefix("list[").removesuffix("]")
+    if leaf.optional and rng.random() < 0.3:
+        return None
+    low, high = leaf.low if leaf.low is not None else 0, leaf.high if leaf.high is not None else 10**6
+    one = {
+        "str": lambda: rng.choice(leaf.choices or words), "int": lambda: rng.randint(int(low), int(high)),
+        "bool": lambda: rng.random() < 0.5,
+        "float": lambda: rng.uniform(low, high) * 10.0 ** -rng.randint(0, 12),
+        "dict": lambda: {"a": rng.choice(words), "b": {"c": [1, "2", None, 1e-7]}},
+    }[kind]
+    return [one() for _ in range(rng.randint(0, 3))] if leaf.kind.startswith("list") else one()
+
+
+def test_dumped_settings_come_back_equal(tmp_path):
+    rng = random.Random(1)
+    for trial in range(40):
+        settings = SftSettings()
+        for key, leaf in leaves().items():
+            section, name = key.split(".")
+            setattr(getattr(settings, section), name, random_value(leaf, rng))
+        again = read_resolved(write(tmp_path, dump_yaml(settings)))
+        expected = to_dict(settings)
+        for section, name in (("model", "path"), ("trainer", "output_dir"), ("trainer", "resume_from_path")):
+            if expected[section][name] == "~":
+                expected[section][name] = to_dict(again)[section][name]  # a path ~ is the home folder
+        for name in ("train_files", "val_files"):
+            expected["data"][name] = [a if e == "~" else e for e,
+                a in zip(expected["data"][name], to_dict(again)["data"][name], strict=True)]
+        assert to_dict(again) == expected, trial
+
+
+def test_read_resolved_raises_everything_at_once(tmp_path):
+    with pytest.raises(MfsdpError) as e:
+        read_resolved(write(tmp_path, "optim:\n  lr: x\n  lrr: 1\n"))
+    assert len(e.value.problems) == 2 and e.value.exit_code == CONFIG_INVALID
+
+
+def test_the_environment_does_not_reach_read_resolved(tmp_path, monkeypatch):
+    monkeypatch.setenv("TP", "7")
+    assert read_resolved(write(tmp_path, dump_yaml(SftSettings()))) == SftSettings()
+    assert load_sft().settings.engine.tensor_model_parallel_size == 7
+
+
+def test_heavy_modules_stay_out():
+    code = (
+        "import sys, mfsdp_cli.config.load, mfsdp_cli.config.rules, mfsdp_cli.config.show\n"
+        "print([m for m in ('yaml', 'rich', 'pyarrow', 'numpy', 'torch', 'pydantic', 'transformers') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

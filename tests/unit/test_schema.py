@@ -1,0 +1,89 @@
+import ast
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mfsdp_cli.config import show
+from mfsdp_cli.config.load import load_sft
+from mfsdp_cli.config.schema import SftSettings
+from mfsdp_cli.config.values import coerce, leaf_of, leaves
+
+PACKAGE = Path(__file__).parents[2] / "mfsdp_cli"
+# These declare, rename or print settings, so a mention there is no use.
+NOT_READERS = {"schema.py", "aliases.py", "show.py", "load.py", "values.py"}
+
+
+@cache
+def attributes_read() -> set[str]:
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        if file.name not in NOT_READERS:
+            nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            found |= {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    return found
+
+
+def test_every_setting_has_one_line_of_documentation():
+    for leaf in leaves().values():
+        assert 10 < len(leaf.doc) < 140 and "\n" not in leaf.doc and not leaf.doc.endswith("."), leaf.key
+
+
+def test_every_default_is_legal():
+    for leaf in leaves().values():
+        if leaf.kind != "dict":
+            assert coerce(leaf.default, leaf) == leaf.default, leaf.key
+
+
+def test_every_type_is_one_that_can_be_read():
+    assert {leaf.kind for leaf in leaves().values()} == {"str", "int", "float", "bool", "dict", "list[str]", "list[float]"}
+
+
+# Read by name, in rules that loop over a few fields.
+BY_NAME = {"use_mbridge", "vanilla_mbridge", "use_megatron_fsdp", "param_offload", "optimizer_offload"}
+# One legal value each, so the schema itself is the check and there is nothing to read.
+SINGLE_CHOICE = {leaf.key.partition(".")[2] for leaf in leaves().values() if len(leaf.choices) == 1}
+
+
+@pytest.mark.parametrize("key", list(leaves()))
+def test_every_setting_is_read_somewhere(key):
+    name = key.partition(".")[2]
+    if name in BY_NAME:
+        assert f'"{name}"' in "".join(f.read_text(encoding="utf-8") for f in (PACKAGE / "config").glob("rules*.py"))
+    elif name not in SINGLE_CHOICE:
+        assert name in attributes_read(), f"{key} is in the schema, and nothing reads it"
+
+
+def test_leaf_of():
+    assert leaf_of("optim.lr").kind == "float"
+    assert leaf_of("engine.override_transformer_config.a.b").key == "engine.override_transformer_config"
+    assert leaf_of("optim.lr.x") is None and leaf_of("optim") is None and leaf_of("") is None
+
+
+def test_schema_is_json_with_all_that_one_needs():
+    rows = {row["key"]: row for row in json.loads(json.dumps(show.schema()))}
+    assert list(rows) == list(leaves())
+    assert rows["optim.lr_warmup_steps_ratio"] == {
+        "key": "optim.lr_warmup_steps_ratio", "type": "float", "default": 0.2, "unit": "", "choices": [], "low": 0.0, "high": 1.0,
+        "doc": "share of all steps spent warming up",
+    }
+    assert rows["data.max_length"]["type"] == "int | None" and rows["data.max_length"]["unit"] == "tokens"
+    assert rows["engine.dtype"]["choices"] == ["bfloat16", "float32"]
+
+
+def test_resolved_tells_value_origin_and_change():
+    loaded = load_sft(assignments=["optim.lr=1e-5", "data.shuffle=False", "checkpoint.mbridge_config.memory_efficient=True"],
+        environ={"TP": "2"})
+    rows = {row["key"]: row for row in show.resolved(loaded.settings, loaded.origins)}
+    assert rows["optim.lr"] == {"key": "optim.lr", "value": 1e-5, "origin": "command line", "changed": False}
+    assert rows["data.shuffle"] == {"key": "data.shuffle", "value": False, "origin": "command line", "changed": True}
+    assert rows["engine.tensor_model_parallel_size"]["origin"] == "$TP"
+    assert rows["checkpoint.mbridge_config"]["origin"] == "command line"
+    assert rows["optim.eps"] == {"key": "optim.eps", "value": 1e-8, "origin": "default", "changed": False}
+
+
+def test_diff():
+    other = load_sft(assignments=["optim.lr=3", "data.val_files=[x]"], environ={}).settings
+    assert show.diff(SftSettings(), other) == [{"key": "data.val_files", "a": [], "b": ["x"]}, {"key": "optim.lr", "a": 1e-5, "b": 3.0}]
+    assert show.diff(other, other) == []
