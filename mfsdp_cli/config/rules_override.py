@@ -64,7 +64,6 @@ REFUSED = {
     "overlap_moe_expert_parallel_comm": ((False,), "it forbids what Megatron-FSDP does with its buffers"),
     "moe_single_grouped_weight": ((False,), "Megatron-LM refuses it with Megatron-FSDP"),
     "moe_single_grouped_bias": ((False,), "Megatron-LM refuses it with Megatron-FSDP"),
-    "dynamic_context_parallel": ((False,), "Megatron-LM refuses it with Megatron-FSDP"),
     "hybrid_context_parallel": ((False,), "Megatron-LM refuses it with Megatron-FSDP"),
     "virtual_pipeline_model_parallel_size": ((None,), "it needs pipeline stages, which Megatron-FSDP has not"),
     "delay_wgrad_compute": ((False,), "Megatron-FSDP never reads it"),
