@@ -17,8 +17,8 @@ from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _DTYPES = {"BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I16": "int16",
-           "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "I64": "int64", "U64": "uint64",
-           "F64": "float64", "C64": "complex64"}
+           "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
+           "I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64"}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 

@@ -152,7 +152,8 @@ def test_a_pickle_that_calls_a_function_is_refused_and_not_run(tmp_path, protoco
 
 
 @pytest.mark.parametrize("name", ["builtins eval", "builtins getattr", "builtins __import__", "torch load", "os system",
-                                  "collections Counter",                                  "torch.distributed.checkpoint.metadata os", "mfsdp_cli.errors MfsdpError"])
+                                  "collections Counter",
+                                  "torch.distributed.checkpoint.metadata os", "mfsdp_cli.errors MfsdpError"])
 def test_only_the_listed_names_are_known(tmp_path, name):
     (tmp_path / ".metadata").write_bytes(b"c" + name.replace(" ", "\n").encode() + b"\n(S'1'\ntR.")
     with pytest.raises(MfsdpError, match="may be an attack") as caught:

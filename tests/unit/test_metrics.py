@@ -137,7 +137,8 @@ def test_wandb_keeps_its_id_and_may_go_back_in_steps(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("record, line", [
-    ({"step": 12, "total_steps": 100, "loss": 0.41234, "lr": 1e-5, "grad_norm": 0.9149, "tokens_per_s": 18240.0,
+    ({"step": 12, "total_steps": 100, "loss": 0.41234, "lr": 1e-5, "grad_norm": 0.9149,
+      "tokens_per_s": 18240.0,
       "memory_gib": 61.28, "eta_s": 4320},
      "step 12/100 loss 0.4123 lr 1.0e-05 grad_norm 0.91 tok/s 18.2k mem 61.3GiB eta 1h12m"),
     ({"step": 12, "total_steps": 100, "val_loss": 0.5}, "step 12/100 val_loss 0.5000"),
@@ -147,8 +148,8 @@ def test_step_line(record, line):
     assert step_line(record) == line
 
 
-@pytest.mark.parametrize("seconds, words", [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (725, "12m05s"), (3599.6, "1h00m"), (4320, "1h12m"),
-                                            (183600, "2d03h")])
+@pytest.mark.parametrize("seconds, words", [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (725, "12m05s"), (3599.6, "1h00m"),
+                                            (4320, "1h12m"), (183600, "2d03h")])
 def test_duration_words(seconds, words):
     assert duration_words(seconds) == words
 
