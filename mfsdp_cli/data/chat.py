@@ -31,6 +31,10 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class ChatError(ValueError):
     """A conversation that cannot be trained on; the text is the reason."""
 
+    def __init__(self, reason: str, fix: str = "correct or remove the row"):
+        super().__init__(reason)
+        self.fix = fix
+
 
 @dataclass(frozen=True)
 class Rendered:
@@ -217,10 +221,11 @@ def check(messages) -> list[dict]:
 
 @dataclass(frozen=True)
 class RowFault:
-    """A row that cannot be trained on: its index in the data set, and why."""
+    """A row that cannot be trained on: its index in the data set, why, and what to do."""
 
     row: int
     reason: str
+    fix: str
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,8 @@ def encode_row(chat: ChatTokenizer, row: int, messages, max_length: int, truncat
     input_ids, loss_mask, length = rendered.input_ids, rendered.loss_mask, len(rendered.input_ids)
     if length > max_length:
         if truncation == "error":
-            raise ChatError(f"it is {length} tokens long, above the limit of {max_length} (data.max_length)")
+            raise ChatError(f"it is {length} tokens long, above the limit of {max_length} (data.max_length)",
+                            fix=f"raise data.max_length to {length}, set data.truncation to left or right, or remove the row")
         kept = slice(length - max_length, None) if truncation == "left" else slice(max_length)
         input_ids, loss_mask = input_ids[kept], loss_mask[kept]
     sample = Sample(input_ids, loss_mask, row)
@@ -259,7 +265,7 @@ def encode_rows(chat: ChatTokenizer, rows, max_length: int, truncation: str) -> 
         try:
             sample, truncated, straddling = encode_row(chat, row, messages, max_length, truncation)
         except ChatError as error:
-            faults.append(RowFault(row, str(error)))
+            faults.append(RowFault(row, str(error), error.fix))
             continue
         samples.append(sample)
         num_truncated += truncated

@@ -17,7 +17,8 @@ def plan_micro_batches(lengths: list[int], *, dp_size: int, max_tokens: int) -> 
     assert lengths and dp_size >= 1
     overlong = [(index, length) for index, length in enumerate(lengths) if length > max_tokens]
     if overlong:
-        told = [(f"row {index + 1} of the {len(lengths)} of this batch (index {index}) has {length} tokens, above the limit of {max_tokens}",
+        rows = f"of the {len(lengths)} of this batch"
+        told = [(f"row {index + 1} {rows} (index {index}) has {length} tokens, above the limit of {max_tokens}",
                  f"raise it to {length} or more, or let data.truncation cut at data.max_length") for index, length in overlong]
         raise MfsdpError([Problem("data.max_token_len_per_gpu", str(max_tokens), *words, code=BAD_INPUT) for words in told])
     num_micro = max(1, -(-sum(lengths) // (dp_size * max_tokens)))
