@@ -1,8 +1,8 @@
 """The engine: a Hugging Face model on Megatron-Core with Megatron-FSDP (ZeRO-3), and its optimizer.
 
-The only door to Megatron for the trainers: `forward_backward`, `optimizer_step`, `log_probs`, `named_weights`,
-`state_dict` and `load_state_dict` (in `checkpoint.dtensor`). Megatron-LM's and Bridge's protective asserts sit in validators that a program
-building through a provider never passes (constraints.md); the ones that settings decide are in `config.rules`, the rest here.
+The only door to Megatron for the trainers: `forward_backward`, `optimizer_step`, `log_probs`, `named_weights`;
+`checkpoint.dtensor` saves and loads one. Megatron-LM's and Bridge's protective asserts sit in validators that a program
+building through a provider never passes; those that settings decide are restated in `config.rules`, the rest here.
 """
 
 from __future__ import annotations
@@ -174,6 +174,11 @@ class MegatronEngine:
         assert success, "without a loss scaler a step cannot be skipped"
         return norm
 
+    def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Parameter name -> Adam's exp_avg and exp_avg_sq (DTensors that the optimizer uses)."""
+        optimizer = self.optimizer
+        return {optimizer._param_name(p): optimizer.optimizer.state[p] for g in optimizer.param_groups for p in g["params"]}
+
     # --- evaluation ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -282,4 +287,12 @@ def build_optimizer(model: list, optim: OptimSettings, dtype: torch.dtype):
         fp16=False,
         params_dtype=dtype,
     )
-    return get_megatron_optimizer(config, model)
+    optimizer = get_megatron_optimizer(config, model)
+    # Torch's AdamW makes the state of a parameter at its first gradient, which a parameter whose shard on this rank is
+    # empty never gets: ranks would hold different sets of names, and the collectives of a save or load would hang. A
+    # template made by Megatron's way, a step with zero gradients, would decay the weights.
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            zeros = {"exp_avg": torch.zeros_like(param.data), "exp_avg_sq": torch.zeros_like(param.data)}
+            optimizer.optimizer.state[param] = {"step": torch.tensor(0.0), **zeros}
+    return optimizer

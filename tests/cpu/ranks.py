@@ -1,6 +1,7 @@
 """Run a function on several gloo ranks, each a fork of the test process, so that Megatron is imported once for the suite.
 
-The parent never opens a process group and keeps torch on one thread: both would not survive a fork.
+The parent never opens a process group, and conftest.py keeps it on one OpenMP thread: neither would survive a fork.
+(torch.set_num_threads would not do: a new thread of a child repeats it, on a pool that torch gives up at the fork.)
 """
 
 from __future__ import annotations
@@ -14,10 +15,6 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-
-import torch
-
-torch.set_num_threads(1)
 
 
 def free_port() -> int:

@@ -1,0 +1,195 @@
+"""Save and load a sharded model and optimizer as a torch.distributed.checkpoint (DCP) of DTensors, strictly.
+
+The names in a checkpoint do not depend on the layout that wrote it: wrapper prefixes are cut off, experts carry their
+global number, TransformerEngine's fused norms have the names of the unfused ones, and a gated linear_fc1 is stored as its
+two halves (`_w` gate, `_v` up; megatron core/transformer/fsdp_dtensor_checkpoint.py) so that tensor parallelism can
+change. Only tensors are stored, never pickled objects:
+
+    model.<name>                                    float32 main weights
+    optimizer.state.<name>.{exp_avg, exp_avg_sq}    Adam's moments; hyper-parameters are the configuration's, not the file's
+    rng.<rank>.<generator>                          random states, restored when the layout is the same
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from mfsdp_cli.checkpoint.dcp_metadata import read_dcp
+from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_TE_NAMES = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_"), "input_layernorm."),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_"), "pre_mlp_layernorm."),
+    (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)"), r"mlp.experts.local_experts.\2.\1.weight"),
+)
+
+
+def save(engine, folder: str | Path, contents: list[str]) -> int:
+    """Write the parts of `engine` named in `contents` into `folder`. Collective. Returns the number of tensors."""
+    state = _state(engine, contents)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False))  # manifest.commit flushes
+    names: list = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(state))
+    return len(set().union(*names))
+
+
+def load(engine, folder: str | Path, contents: list[str], step: int) -> list[Problem]:
+    """Fill `engine` from `folder`. Collective. Returns notes on what was not restored.
+
+    step    optimizer updates made so far, for Adam's bias correction
+
+    Raises MfsdpError when a tensor is missing, superfluous or of another shape: nothing is loaded in part. (DCP and
+    Megatron skip what is missing; Megatron forces strict=False for gated models.)"""
+    found = read_dcp(folder)  # refuses a metadata file that would run code, before torch unpickles it
+    _require_tensors_only(folder, found)
+    stored = {t.name: t for t in found.tensors}
+    state = _state(engine, contents)
+    notes = _settle_rng(state, stored)
+    _compare(folder, state, stored, contents)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    engine.module.module.install_optimized_model_weights()
+    if "optimizer" in contents:
+        for entry in engine.optimizer.optimizer.state.values():
+            if "step" in entry:
+                entry["step"].fill_(step)
+        for group in engine.optimizer.param_groups:
+            if "step" in group:  # TransformerEngine's FusedAdam counts by group
+                group["step"] = step
+    if "extra" in contents:
+        _set_rng({k.split(".", 2)[2]: v for k, v in state.items() if k.startswith("rng.")})
+    return notes
+
+
+# ---------------------------------------------------------------- names
+
+def canonical(name: str) -> str:
+    """The checkpoint's name of a parameter: without wrappers, with the unfused layers' names."""
+    name = _bare(name)
+    for pattern, plain in _TE_NAMES:
+        name = pattern.sub(plain, name)
+    return name
+
+
+class _Parameters:
+    """What megatron's handle_swiglu_in_state_dict needs of a model, whatever wrappers are around it.
+
+    The function looks parameters up one "module." deeper than they are when no Float16Module is there (float32)."""
+
+    def __init__(self, model: torch.nn.Module):
+        from megatron.core.utils import get_model_config
+
+        self.config = get_model_config(model)
+        self.named_modules = model.named_modules
+        self._parameters = {_bare(name): param for name, param in model.named_parameters()}
+
+    def get_parameter(self, name: str):
+        return self._parameters[_bare(name)]
+
+
+def _bare(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+# ---------------------------------------------------------------- the tensors of this rank
+
+def _state(engine, contents: list[str]) -> dict[str, torch.Tensor]:
+    """name -> DTensor that shares memory with the engine; loading into it loads the engine."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+    from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict, handle_swiglu_in_state_dict
+
+    model = engine.module.module
+    weights = {_bare(k): v for k, v in engine.module.state_dict_for_save_checkpoint().items() if isinstance(v, DTensor)}
+    moments = None
+    if "optimizer" in contents:
+        # the names that the optimizer gives its parameters: wrapped once more, experts numbered globally
+        moments = {"state": {f"module.{_bare(n)}": entry for n, entry in engine.optimizer_state().items()}}
+    weights, moments = handle_swiglu_in_state_dict(_Parameters(model), weights, moments)
+    weights = handle_experts_in_state_dict(weights, engine.module.config.num_moe_experts)
+    state: dict[str, torch.Tensor] = {}
+    if "model" in contents:
+        state |= {f"model.{canonical(name)}": tensor for name, tensor in weights.items()}
+    if moments is not None:
+        for name, entry in moments["state"].items():
+            state |= {f"optimizer.state.{canonical(name)}.{moment}": entry[moment] for moment in MOMENTS}
+    state = dict(sorted(state.items()))  # the order of collectives must be the same on every rank
+    preprocess_state_dict_for_uneven_dtensor(state)
+    if "extra" in contents:
+        state |= {f"rng.{dist.get_rank():05d}.{k}": v for k, v in _rng().items()}
+    return state
+
+
+def _compare(folder, state: dict[str, torch.Tensor], stored: dict, contents: list[str]) -> None:
+    """Raise unless the checkpoint holds exactly the tensors wanted, over all ranks, in the same shapes."""
+    mine = {name: tuple(t.shape) for name, t in state.items()}
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    wanted = {name: shape for part in everywhere for name, shape in part.items()}
+    relevant = tuple(f"{c}." for c in contents)
+    missing = sorted(wanted.keys() - stored.keys())
+    extra = sorted(n for n in stored.keys() - wanted.keys() if n.startswith(relevant))
+    shapes = sorted(n for n in wanted.keys() & stored.keys() if wanted[n] != stored[n].shape)
+    problems = []
+    if missing:
+        problems.append(_problem(folder, f"{len(missing)} tensors missing, among them {missing[0]}", "the model needs them"))
+    if extra:
+        problems.append(_problem(folder, f"{len(extra)} tensors too many, among them {extra[0]}", "the model has no place for them"))
+    for name in shapes[:10]:
+        problems.append(_problem(folder, f"{name} {list(stored[name].shape)}", f"the model wants {list(wanted[name])}"))
+    if problems:
+        raise MfsdpError(problems)
+
+
+def _require_tensors_only(folder, found) -> None:
+    if found.problems:
+        raise MfsdpError(list(found.problems))
+    if found.objects:
+        raise MfsdpError(_problem(folder, f"{len(found.objects)} pickled objects, among them {found.objects[0]}", "mfsdp stores only tensors"))
+
+
+def _problem(folder, found: str, why: str) -> Problem:
+    return Problem(str(folder), found, why, "resume with the model and save_contents that wrote this checkpoint", code=BAD_INPUT)
+
+
+# ---------------------------------------------------------------- random states
+
+def _rng() -> dict[str, torch.Tensor]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states | {f"tracker-{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+
+
+def _set_rng(states: dict[str, torch.Tensor]) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    if not states:
+        return
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states({k.removeprefix("tracker-"): v for k, v in states.items() if k.startswith("tracker-")})
+
+
+def _settle_rng(state: dict, stored: dict) -> list[Problem]:
+    """Drop the random states from what is to be loaded unless the checkpoint has those of exactly these ranks."""
+    mine = {n for n in state if n.startswith("rng.")}
+    fits = mine <= stored.keys() and len({n.split(".")[1] for n in stored if n.startswith("rng.")}) == dist.get_world_size()
+    verdicts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(verdicts, fits)
+    if not mine or all(verdicts):
+        return []
+    for name in mine:
+        del state[name]
+    return [Problem("checkpoint.load_contents", "extra", "the checkpoint's random states belong to another number of ranks",
+                    "nothing: they only matter with dropout, and the data order does not depend on them", level="note")]
