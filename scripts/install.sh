@@ -34,8 +34,8 @@ find_python() {
   return 1
 }
 
-# What .venv was made from: the pins, the project's metadata, and its place, since an environment cannot be moved.
-wanted_stamp() { (cd "$root" && printf '%s\n' "$root" && sha256sum requirements.txt pyproject.toml); }
+# What .venv was made from and how, and its place, since an environment cannot be moved.
+wanted_stamp() { (cd "$root" && printf '%s\n' "$root" && sha256sum requirements.txt pyproject.toml scripts/install.sh); }
 
 make_venv() {
   if [[ -d $venv ]] && { ! usable "$venv/bin/python" || [[ -f $stamp && $(head -n 1 "$stamp") != "$root" ]]; }; then
