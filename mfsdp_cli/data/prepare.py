@@ -70,7 +70,7 @@ def prepare(
     limits = {"train": train_rows, "test": test_rows}
     for split, limit in limits.items():
         if limit is not None and limit < (1 if split == "train" else 0):
-            raise MfsdpError(Problem(f"--{split}-rows", str(limit), "not a number of rows", "give a positive number", code=USAGE))
+            raise MfsdpError(Problem("--rows" if split == "train" else "--test-rows", str(limit), "not a number of rows", "give a positive number", code=USAGE))
     if source == "arithmetic":
         records, origin = arithmetic_records(limits, seed), f"arithmetic seed={seed}"
         convert = from_arithmetic
@@ -168,7 +168,7 @@ def arithmetic_records(limits: dict[str, int | None], seed: int) -> dict[str, li
     universe = [(a, sign, b) for a in range(100) for b in range(100) for sign in "+-" if sign == "+" or a >= b]
     if sum(counts.values()) > len(universe):
         why = f"with {counts['test']} test rows that is {sum(counts.values())}, and there are only {len(universe)} different questions"
-        raise MfsdpError(Problem("--train-rows", str(counts["train"]), why, f"ask for at most {len(universe)} in all", code=USAGE))
+        raise MfsdpError(Problem("--rows", str(counts["train"]), why, f"ask for at most {len(universe)} in all", code=USAGE))
     drawn = iter(random.Random(seed).sample(universe, sum(counts.values())))
     records = {}
     for split in SPLITS:

@@ -158,6 +158,13 @@ def test_arithmetic_is_right_and_its_splits_do_not_overlap(tmp_path):
     assert len(questions) == 2200
 
 
+@pytest.mark.parametrize("rows, flag", [({"train_rows": 0}, "--rows"), ({"test_rows": -1}, "--test-rows")])
+def test_row_counts_that_are_none_are_refused_by_their_flag(tmp_path, rows, flag):
+    with pytest.raises(MfsdpError) as caught:
+        prepare("arithmetic", input=None, out_dir=str(tmp_path), purpose="sft", **rows)
+    assert caught.value.problems[0].key == flag and caught.value.exit_code == USAGE
+
+
 def test_arithmetic_refuses_more_questions_than_there_are(tmp_path):
     with pytest.raises(MfsdpError) as caught:
         prepare("arithmetic", input=None, out_dir=str(tmp_path), purpose="sft", train_rows=15000, test_rows=51)
