@@ -70,7 +70,8 @@ def prepare(
     limits = {"train": train_rows, "test": test_rows}
     for split, limit in limits.items():
         if limit is not None and limit < (1 if split == "train" else 0):
-            raise MfsdpError(Problem("--rows" if split == "train" else "--test-rows", str(limit), "not a number of rows", "give a positive number", code=USAGE))
+            flag = "--rows" if split == "train" else "--test-rows"
+            raise MfsdpError(Problem(flag, str(limit), "not a number of rows", "give a positive number", code=USAGE))
     if source == "arithmetic":
         records, origin = arithmetic_records(limits, seed), f"arithmetic seed={seed}"
         convert = from_arithmetic
