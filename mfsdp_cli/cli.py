@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 
@@ -46,10 +46,11 @@ def root(ctx: typer.Context, version: Annotated[bool, typer.Option("--version", 
 
 @app.command("prep-data", no_args_is_help=True)
 def prep_data(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="gsm8k, math, messages (any chat data) or arithmetic (generated)")],
+    source: Annotated[Literal["gsm8k", "math", "messages", "arithmetic"], typer.Argument(
+        metavar="SOURCE", help="gsm8k, math, messages (any chat data) or arithmetic (generated)")],
     out: Annotated[str, typer.Option("--out", "-o", help="Folder for train.parquet and test.parquet")],
-    input: Annotated[Optional[str], typer.Option("--input", "-i", help="File, folder or hub id to read; default: the source's hub id")] = None,
-    purpose: Annotated[str, typer.Option("--for", help="sft: column messages; rl: columns prompt and reward_model")] = "sft",
+    input: Annotated[Optional[str], typer.Option("--input", "-i", help="File, folder or hub id; default: the source's hub id")] = None,
+    purpose: Annotated[Literal["sft", "rl"], typer.Option("--for", help="sft: messages; rl: prompt and reward_model")] = "sft",
     rows: Annotated[Optional[int], typer.Option("--rows", help="Training rows: the first N, or N generated ones")] = None,
     test_rows: Annotated[Optional[int], typer.Option("--test-rows", help="Test rows, likewise; split off when the input has none")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of generated rows and of a split")] = 0,
@@ -94,7 +95,7 @@ def sft(
     nnodes: Annotated[Optional[int], typer.Option("--nnodes", help="Nodes; start mfsdp on each of them")] = None,
     node_rank: Annotated[Optional[int], typer.Option("--node-rank", help="Number of this node, from 0")] = None,
     rdzv_endpoint: Annotated[Optional[str], typer.Option("--rdzv-endpoint", help="host:port of node 0, where the nodes meet")] = None,
-    resume: Annotated[Optional[str], typer.Option("--resume", help="auto: go on where the run folder stopped; never; or a checkpoint")] = None,
+    resume: Annotated[Optional[str], typer.Option("--resume", help="auto: go on where this run stopped; never; or a checkpoint")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Check all of it and show the plan; writes and starts nothing")] = False,
     json: Json = False, quiet: Quiet = False, verbose: Verbose = False, no_color: NoColor = False,
 ) -> int:
@@ -158,11 +159,11 @@ def ckpt_inspect(
 def ckpt_export_hf(
     path: CheckpointPath,
     out: Annotated[str, typer.Option("--out", "-o", help="Folder to write: config, tokenizer, safetensors")],
-    dtype: Annotated[str, typer.Option("--dtype", help="auto (as trained), bfloat16 or float32")] = "auto",
-    source: Annotated[Optional[str], typer.Option("--source", help="Source model, when it is no longer where the run found it")] = None,
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], typer.Option("--dtype", help="Of the weights; auto: as trained")] = "auto",
+    source: Annotated[Optional[str], typer.Option("--source", help="Source model, if it is no longer where the run found it")] = None,
     no_forward_check: Annotated[bool, typer.Option("--no-forward-check", help="Do not load the result and run it once")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty")] = False,
-    json: Json = False, quiet: Quiet = False, no_color: NoColor = False,
+    json: Json = False, no_color: NoColor = False,
 ) -> int:
     """Write a checkpoint as a Hugging Face model, compared with the source model's index
 
@@ -175,10 +176,9 @@ def ckpt_export_hf(
     """
     from mfsdp_cli.launch.export import export
 
-    _choice("--dtype", dtype, ("auto", "bfloat16", "float32"))
     code, data = export(path, out, dtype=dtype, source=source, forward_check=not no_forward_check, overwrite=overwrite)
     if code == OK or json:
-        Console(json=json, quiet=quiet, no_color=no_color).product(out, data)
+        Console(json=json, no_color=no_color).product(out, data)
     return code
 
 
@@ -189,11 +189,6 @@ app.add_typer(cli_config.app, name="config")
 def _split(values: list[str] | None) -> list[str] | None:
     """--train-files a,b --train-files c: three files."""
     return [part for value in values for part in value.split(",") if part] if values else None
-
-
-def _choice(option: str, value: str, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise MfsdpError(Problem(option, value, f"is not one of: {', '.join(legal)}", f"write one of: {', '.join(legal)}", "command line", USAGE))
 
 
 def main() -> None:
@@ -223,7 +218,8 @@ def guarded(call: Callable[[], int | None], args: list[str]) -> int:
         if error.errno not in REFUSED:
             return _own_bug(console, error)
         where = str(error.filename) if error.filename else "file system"
-        return _fail(console, MfsdpError(Problem(where, "", error.strerror, "make it writable, or choose another place", code=MACHINE_UNFIT)))
+        problem = Problem(where, "", error.strerror, "make it writable, or choose another place", code=MACHINE_UNFIT)
+        return _fail(console, MfsdpError(problem))
     except Exception as error:
         if not hasattr(error, "show"):
             return _own_bug(console, error)

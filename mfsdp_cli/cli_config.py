@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mfsdp_cli.errors import OK, MfsdpError, Problem
+from mfsdp_cli.errors import OK, MfsdpError, exit_code_of
 from mfsdp_cli.options import STYLE, Assignments, Config, Json, NoColor, Preset
 from mfsdp_cli.output import Console
 
@@ -40,8 +40,8 @@ def show(
     lines = [f"{row['key']}: {_yaml(row['value'])}" for row in rows]
     if origin:
         width = max(map(len, lines), default=0)
-        lines = [f"{line:<{width}}  # {row['origin']}" for line, row in zip(lines, rows)]
-    code = _exit_code(loaded.problems)
+        lines = [f"{line:<{width}}  # {row['origin']}" for line, row in zip(lines, rows, strict=True)]
+    code = exit_code_of(loaded.problems)
     console = Console(json=json, no_color=no_color)
     console.problems(loaded.problems)
     console.product(lines, {"ok": code == OK, "exit_code": code, "settings": rows, "problems": [p.to_dict() for p in loaded.problems]})
@@ -65,7 +65,7 @@ def diff(
 
     both = [load_sft(preset=name, environ={}) for name in (a, b)]
     problems = [p for loaded in both for p in loaded.problems]
-    if _exit_code(problems) != OK:
+    if exit_code_of(problems) != OK:
         raise MfsdpError(problems)
     rows = show.diff(both[0].settings, both[1].settings)
     lines = [f"{row['key']}: {_yaml(row['a'])} -> {_yaml(row['b'])}" for row in rows]
@@ -103,7 +103,3 @@ def presets(json: Json = False) -> int:
 def _yaml(value) -> str:
     """JSON is YAML, and leaves no doubt about what is text."""
     return jsonlib.dumps(value, ensure_ascii=False)
-
-
-def _exit_code(problems: list[Problem]) -> int:
-    return MfsdpError(problems).exit_code if any(p.level == "error" for p in problems) else OK

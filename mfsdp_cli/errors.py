@@ -74,6 +74,10 @@ class MfsdpError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """Configuration mistakes come first: they are cheapest to fix, and hide the others."""
-        codes = [p.code for p in self.problems if p.level == "error"]
-        return CONFIG_INVALID if CONFIG_INVALID in codes else codes[0]
+        return exit_code_of(self.problems)
+
+
+def exit_code_of(problems: list[Problem]) -> int:
+    """OK when none is an error. Configuration mistakes come first: they are cheapest to fix, and hide the others."""
+    codes = [p.code for p in problems if p.level == "error"]
+    return CONFIG_INVALID if CONFIG_INVALID in codes else codes[0] if codes else OK

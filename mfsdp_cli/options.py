@@ -28,7 +28,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Leave out progress a
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every step")]
 NoColor = Annotated[bool, typer.Option("--no-color", help="No colour on stderr, as with NO_COLOR=1")]
 Preset = Annotated[Optional[str], typer.Option(
-    "--preset", metavar="NAME", help="Shipped settings to start from (mfsdp config presets lists them), or a file", autocompletion=complete_preset)]
+    "--preset", metavar="NAME", autocompletion=complete_preset,
+    help="Shipped settings to start from (mfsdp config presets lists them), or a file")]
 Config = Annotated[Optional[str], typer.Option("--config", metavar="FILE", help="YAML file of settings; lies over the preset")]
 Assignments = Annotated[Optional[list[str]], typer.Argument(
     metavar="[KEY=VALUE]...", help="Settings, as optim.lr=2e-5; lie over preset and file", autocompletion=complete_key)]

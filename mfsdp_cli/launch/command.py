@@ -24,7 +24,8 @@ def torchrun_command(settings: SftSettings, run_dir: str | Path, attempt_dir: st
     RUN/config.yaml may be written anew by the node that starts next.
     """
     trainer = settings.trainer
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(trainer.nnodes), "--nproc-per-node", str(trainer.n_gpus_per_node)]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nnodes", str(trainer.nnodes), "--nproc-per-node", str(trainer.n_gpus_per_node)]
     if trainer.nnodes == 1:
         command += ["--standalone"]
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from mfsdp_cli.checkpoint.inspect import inspect
 from mfsdp_cli.errors import BAD_INPUT, INTERRUPTED, MACHINE_UNFIT, OK, SIGNAL_BASE, TERMINATED, MfsdpError, Problem
 from mfsdp_cli.launch.facts import free_disk_gib
 from mfsdp_cli.launch.outcome import signal_words
+from mfsdp_cli.launch.run import die_with
 from mfsdp_cli.output import print_stderr
 
 EXPORT_MODULE = "mfsdp_cli.checkpoint.export_hf"
@@ -33,7 +35,7 @@ def export(path: str, out: str, *, dtype: str, source: str | None, forward_check
         command = [sys.executable, "-m", module, str(checkpoint), "--out", out, "--dtype", dtype, "--json-report", str(report)]
         command += ["--source", source] if source else []
         command += [] if forward_check else ["--no-forward-check"]
-        code = _run(command)
+        code = run_child(command)
         data = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
     return code, {**data, "ok": code == OK, "exit_code": code, "checkpoint": str(checkpoint), "out": out}
 
@@ -50,8 +52,10 @@ def check_export(path: str, out: str, dtype: str, overwrite: bool) -> tuple[Path
     if target.exists() and not target.is_dir():
         problems.append(Problem("--out", out, "is a file", "name a folder", "command line", BAD_INPUT))
     elif target.is_dir() and any(target.iterdir()) and not overwrite:
-        problems.append(Problem("--out", out, "the folder is not empty", "name another folder, or add --overwrite", "command line", BAD_INPUT))
+        problems.append(Problem("--out", out, "the folder is not empty", "name another, or add --overwrite", "command line", BAD_INPUT))
     num_weights = sum(g["num_elements"] for g in report["groups"] if g["name"] == "model parameters")
+    if num_weights == 0:
+        problems.append(Problem(report["path"], "no tensors", "there are no weights in it", "give another checkpoint", code=BAD_INPUT))
     needed_gib = num_weights * DTYPE_BYTES[report["dtype"] if dtype == "auto" else dtype] / 2**30
     free_gib = free_disk_gib(target)
     if free_gib < needed_gib:
@@ -60,9 +64,10 @@ def check_export(path: str, out: str, dtype: str, overwrite: bool) -> tuple[Path
     return Path(report["path"]), problems
 
 
-def _run(command: list[str]) -> int:
+def run_child(command: list[str]) -> int:
     """Run the child with its chatter on our stderr; SIGTERM reaches it too, and Ctrl-C does by itself."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
+    parent = os.getpid()
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=lambda: die_with(parent))
     before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     try:
         code = child.wait()

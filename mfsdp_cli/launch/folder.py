@@ -10,12 +10,12 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, complete_steps
-from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, MACHINE_UNFIT, MfsdpError, Problem
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, complete_steps, require_complete, resolve
+from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, MfsdpError, Problem
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
@@ -117,16 +117,28 @@ def _new_attempt(attempts: Path, node_rank: int) -> Path:
 def _resume_problems(run_dir: Path, settings: SftSettings, origins: dict[str, str]) -> list[Problem]:
     """A folder with checkpoints is continued with the settings that made them, or refused; never begun anew."""
     checkpoints, mode = run_dir / CHECKPOINTS, settings.trainer.resume_mode
-    steps, where = complete_steps(checkpoints), origins.get("trainer.resume_mode", "")
+    if mode == "resume_path":
+        return _resume_path_problems(settings.trainer.resume_from_path, origins.get("trainer.resume_from_path", ""))
+    steps = complete_steps(checkpoints)
     if mode == "disable" and steps:
-        return [Problem("trainer.resume_mode", "disable", f"{run_dir} holds checkpoints up to step {max(steps)}; a new run would mix with them",
-                        "choose another --output, or --resume auto to continue", where)]
+        return [Problem("trainer.resume_mode", mode, f"{run_dir} holds checkpoints up to step {max(steps)}; a new run would mix with them",
+                        "choose another --output, or --resume auto to continue", origins.get("trainer.resume_mode", ""))]
     if mode == "auto" and steps:
         return _changed_keys(run_dir, settings, origins, max(steps))
     damaged = sorted(p.name for p in checkpoints.glob("step_*") if not p.name.endswith(TMP)) if mode == "auto" else []
     if damaged:
         return [Problem(str(checkpoints), ", ".join(damaged), "none of these is complete, and starting at step 0 would write over the run",
                         f"mfsdp ckpt inspect {checkpoints / damaged[-1]} says what is missing; or choose another --output", code=BAD_INPUT)]
+    return []
+
+
+def _resume_path_problems(path: str | None, where: str) -> list[Problem]:
+    if path is None:
+        return []  # `config.rules` says so
+    try:
+        require_complete(resolve(path))
+    except MfsdpError as error:
+        return [replace(p, where=where) for p in error.problems]
     return []
 
 
@@ -151,26 +163,25 @@ def _held(run_dir: Path, node_rank: int) -> Problem:
 
 def _changed_keys(run_dir: Path, settings: SftSettings, origins: dict[str, str], step: int) -> list[Problem]:
     """Settings that differ from those the folder's checkpoints were made with and would make the rest another run."""
-    import yaml
-
-    from mfsdp_cli.config.load import to_dict
+    from mfsdp_cli.config.load import read_resolved, to_dict
+    from mfsdp_cli.config.values import as_text
 
     file = run_dir / CONFIG
     if not file.is_file():
         return []
     try:
-        before = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        return [Problem(str(file), "", f"the settings of the earlier attempt cannot be read: {e}", "restore the file, or choose another --output",
-                        code=BAD_INPUT)]
+        before = to_dict(read_resolved(file))
+    except MfsdpError as error:
+        return [Problem(str(file), "", f"the settings of the earlier attempt cannot be read: {error}",
+                        "restore the file, or choose another --output", code=BAD_INPUT)]
     now, problems = to_dict(settings), []
     for key in FIXED_ON_RESUME:
         section, name = key.split(".")
-        old, new = (before.get(section) or {}).get(name), now[section][name]
-        if old != new and name in (before.get(section) or {}):
-            problems.append(Problem(
-                key, str(new), f"{run_dir} holds checkpoints up to step {step}, made with {old}; with another value the rest would be another run",
-                f"set {key} back to {old}, or choose another --output", origins.get(key, "default"), CONFIG_INVALID))
+        old, new = before[section][name], now[section][name]
+        if old != new:
+            why = f"{run_dir} holds checkpoints up to step {step}, made with {as_text(old)}; otherwise the rest would be another run"
+            fix = f"set {key} back to {as_text(old)}, or choose another --output"
+            problems.append(Problem(key, as_text(new), why, fix, origins.get(key, "default")))
     return problems
 
 

@@ -85,7 +85,8 @@ def _stopped(common: dict, stop_signal: int | None, message: str) -> Outcome:
     """75 when there is a checkpoint to continue from, else the shell's code for the signal."""
     if common["checkpoint"] is not None:
         return Outcome(STOPPED, "stopped", message=message, **common)
-    return Outcome(SIGNAL_BASE + (stop_signal or signal.SIGTERM), "interrupted", message="stopped before a checkpoint was written", **common)
+    code = SIGNAL_BASE + (stop_signal or signal.SIGTERM)
+    return Outcome(code, "interrupted", message="stopped before a checkpoint was written", **common)
 
 
 def _without_result(attempt: Attempt, common: dict, stop_signal: int | None) -> Outcome:
@@ -120,12 +121,11 @@ def _died(attempt: Attempt, common: dict, rank: int | None, code: int) -> Outcom
     who = "torchrun" if rank is None else f"rank {rank}"
     log, tail = _tail(*([] if rank is None else [attempt.path / f"rank{rank}.log"]), attempt.log)
     if code < 0:
-        outcome = Outcome(SIGNAL_BASE - code, "killed", message=f"{who} was killed by {signal_words(-code)}", log=log, log_tail=tail, **common)
+        exit_code, status, message = SIGNAL_BASE - code, "killed", f"{who} was killed by {signal_words(-code)}"
     else:
-        message = f"{who} ended with exit code {code} and left no failure file"
-        outcome = Outcome(RUN_FAILED, "failed", message=message, log=log, log_tail=tail, **common)
-    _write_failure(attempt, {"rank": rank, "type": outcome.status, "message": outcome.message, "exit_code": outcome.exit_code, "problems": []})
-    return outcome
+        exit_code, status, message = RUN_FAILED, "failed", f"{who} ended with exit code {code} and left no failure file"
+    _write_failure(attempt, {"rank": rank, "type": status, "message": message, "exit_code": exit_code, "problems": []})
+    return Outcome(exit_code, status, message=message, log=log, log_tail=tail, **common)
 
 
 def signal_words(number: int) -> str:

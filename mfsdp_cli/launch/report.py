@@ -55,7 +55,8 @@ def _verdict(checked: Checked) -> str:
     told = f"; {others} remarks" if others else ""
     if not errors:
         return f"would start{told}"
-    return f"would not start: {errors} problem{'s' if errors > 1 else ''}, exit code {checked.exit_code} ({EXIT_CODES[checked.exit_code]}){told}"
+    code = checked.exit_code
+    return f"would not start: {errors} problem{'s' if errors > 1 else ''}, exit code {code} ({EXIT_CODES[code]}){told}"
 
 
 def _model(checked: Checked) -> str:
@@ -72,18 +73,20 @@ def _arithmetic(checked: Checked) -> list[tuple[str, str]]:
     data, optim, trainer = settings.data, settings.optim, settings.trainer
     micro = f"up to {data.max_token_len_per_gpu} tokens" if data.use_dynamic_bsz else f"{data.micro_batch_size_per_gpu} rows"
     experts = f"; experts: EP {plan.ep} x ETP {plan.etp} x expert-DP {plan.expert_dp}" if plan.ep > 1 or plan.etp > 1 else ""
+    epoch = f"{plan.num_train_rows} rows // {data.train_batch_size} = {plan.steps_per_epoch}"
     if trainer.total_training_steps:
-        steps = f"{plan.total_steps} (trainer.total_training_steps); an epoch has {plan.num_train_rows} rows // {data.train_batch_size} = {plan.steps_per_epoch}"
+        steps = f"{plan.total_steps} (trainer.total_training_steps); an epoch has {epoch}"
     else:
-        steps = (f"{plan.num_train_rows} rows // {data.train_batch_size} = {plan.steps_per_epoch} an epoch, "
-                 f"x {trainer.total_epochs} epochs = {plan.total_steps}")
+        steps = f"{epoch} an epoch, x {trainer.total_epochs} epochs = {plan.total_steps}"
     dropped = f"; {plan.dropped_rows_per_epoch} rows an epoch fill no batch and are left out" if plan.dropped_rows_per_epoch else ""
-    decay = f"then {optim.lr_decay_style} to {optim.min_lr:g} at step {plan.total_steps}" if optim.lr_decay_style != "constant" else "then constant"
+    constant = optim.lr_decay_style == "constant"
+    decay = "then constant" if constant else f"then {optim.lr_decay_style} to {optim.min_lr:g} at step {plan.total_steps}"
     sign = "=" if plan.world_size == plan.tp * plan.pp * plan.cp * plan.dp else "is not"
     return [
         ("world", f"{plan.world_size} ranks ({trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''} x {trainer.n_gpus_per_node}, "
                   f"{plan.device}) {sign} TP {plan.tp} x PP {plan.pp} x CP {plan.cp} x DP {plan.dp}{experts}"),
-        ("batch", f"{data.train_batch_size} conversations a step = {plan.rows_per_dp_rank:g} x DP {plan.dp}; micro batches of {micro} a rank"),
+        ("batch", f"{data.train_batch_size} conversations a step = {plan.rows_per_dp_rank:g} x DP {plan.dp}; "
+                  f"micro batches of {micro} a rank"),
         ("steps", steps + dropped),
         ("lr", f"{optim.lr_warmup_init:g} to {optim.lr:g} in {plan.warmup_steps} steps, {decay}"),
         ("validate", f"{plan.num_val_rows} rows, {_every(trainer.test_freq)}" if data.val_files else "never (data.val_files is empty)"),

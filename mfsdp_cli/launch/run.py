@@ -46,7 +46,7 @@ def run(command: list[str], environment: dict[str, str], attempt: Attempt, conso
     with _signals_recorded() as received, open(attempt.log, "ab", buffering=0) as log, StepLines(console) as steps:
         parent = os.getpid()
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                 env={**environment, PROCESS_MARK: mark}, start_new_session=True, preexec_fn=lambda: _die_with(parent))
+                                 env={**environment, PROCESS_MARK: mark}, start_new_session=True, preexec_fn=lambda: die_with(parent))
         lines = _Lines(child.stdout.fileno(), log, steps)
         try:
             forced = _watch(child, attempt, received, lines)
@@ -136,7 +136,7 @@ def _signals_recorded():
             signal.signal(number, handler)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """In the child, before exec: SIGTERM when the launcher dies, however it dies, so that no rank outlives it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:

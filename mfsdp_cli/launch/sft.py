@@ -10,7 +10,7 @@ from pathlib import Path
 from mfsdp_cli.config.load import load_sft
 from mfsdp_cli.config.rules import check as check_rules
 from mfsdp_cli.config.schema import SftSettings
-from mfsdp_cli.errors import OK, STOPPED, MfsdpError, Problem
+from mfsdp_cli.errors import OK, STOPPED, Problem, exit_code_of
 from mfsdp_cli.launch.command import child_environment, shell_line, torchrun_command
 from mfsdp_cli.launch.facts import Facts, gather
 from mfsdp_cli.launch.folder import folder_problems, open_attempt, record_command, run_folder
@@ -33,7 +33,7 @@ class Checked:
 
     @property
     def exit_code(self) -> int:
-        return MfsdpError(self.problems).exit_code if any(p.level == "error" for p in self.problems) else OK
+        return exit_code_of(self.problems)
 
 
 def check(*, preset: str | None, config: str | None, assignments: list[str], flags: Mapping[str, object], resume: str | None,

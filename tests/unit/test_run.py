@@ -266,7 +266,10 @@ def test_a_closed_stdout_is_no_failure(tmp_path):
 
 
 def test_a_closed_stderr_does_not_stop_the_run(tmp_path):
-    process = launch(tmp_path, 'say("step 1/9 loss 1")\nsay("hello")\nresult(status="done", step=1, total_steps=1, checkpoint=save(1), metrics={})')
+    process = launch(tmp_path, """
+say("step 1/1 loss 1"); say("hello")
+result(status="done", step=1, total_steps=1, checkpoint=save(1), metrics={})
+""")
     process.stderr.close()
     assert process.stdout.read() == f"{tmp_path}/run/checkpoints/step_000001\n"
     assert process.wait(timeout=30) == 0

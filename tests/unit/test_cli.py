@@ -1,0 +1,325 @@
+"""The command line as its users meet it: a process with arguments, two streams and an exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from inputs_for_tests import snapshot, write_chats, write_model
+from typer.main import get_command
+
+from mfsdp_cli import __version__, cli, errors
+from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
+from mfsdp_cli.launch.folder import open_attempt
+from mfsdp_cli.launch.sft import check
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIABLES = ("NPROC", "TP", "PP", "EP", "CUDA_DEVICE_MAX_CONNECTIONS", "NO_COLOR", "FORCE_COLOR")
+CLEAN = {k: v for k, v in os.environ.items() if k not in VARIABLES} | {"PYTHONPATH": str(ROOT)}
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def mfsdp(capsys, monkeypatch):
+    """Call the command line in this process, as main() does: mfsdp("sft", "-n", cwd=folder, NPROC="2")."""
+    def call(*args, cwd=None, **environ):
+        args = [str(arg) for arg in args]
+        with monkeypatch.context() as patch:
+            for name in VARIABLES:
+                patch.delenv(name, raising=False)
+            for name, value in {"COLUMNS": "120", **environ}.items():
+                patch.setenv(name, value)
+            if cwd is not None:
+                patch.chdir(cwd)
+            code = cli.guarded(lambda: cli.app(args, prog_name="mfsdp", standalone_mode=False), args)
+        return Done(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    write_model(tmp_path / "model")
+    write_chats(tmp_path / "train.parquet", 20)
+    return tmp_path
+
+
+SFT = ("sft", "--model", "model", "--train-files", "train.parquet", "engine.device=cpu", "engine.dtype=float32", "data.train_batch_size=6")
+
+
+def commands(group=None, path=()):
+    group = group or get_command(cli.app)
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+# ---------------------------------------------------------------- help and usage
+
+def test_help_and_bare_call_name_every_command_and_exit_code(mfsdp):
+    bare, long, short = mfsdp(), mfsdp("--help"), mfsdp("-h")
+    assert bare.returncode == long.returncode == short.returncode == 0 and bare.stdout == long.stdout == short.stdout
+    for word in ("prep-data", "sft", "ckpt", "config", "Examples:", "128+n"):
+        assert word in bare.stdout
+    for code, meaning in errors.EXIT_CODES.items():
+        assert f"{code:>5}  {meaning}\n" in bare.stdout
+    assert bare.stdout.index("Examples:") < bare.stdout.index("Commands:")
+
+
+def test_every_command_has_help_with_an_example_and_documented_options():
+    found = dict(commands())
+    assert set(found) == {("prep-data",), ("sft",), ("ckpt", "inspect"), ("ckpt", "export-hf"),
+                          ("config", "show"), ("config", "diff"), ("config", "schema"), ("config", "presets")}
+    for name, command in found.items():
+        assert command.help and not command.help.splitlines()[0].endswith("."), name
+        assert "Example" in command.help or not command.no_args_is_help, name
+        assert all(getattr(p, "help", None) for p in command.params), name
+        assert "--json" in [option for p in command.params for option in p.opts], name
+
+
+def test_version(mfsdp):
+    assert mfsdp("--version").stdout == f"mfsdp {__version__}\n"
+
+
+@pytest.mark.parametrize("args, text", [
+    (["stf"], "Did you mean 'sft'?"), (["sft", "--modle", "x"], "--model"), (["prep-data", "gsm9k", "-o", "x"], "'gsm8k'"),
+    (["ckpt", "export-hf", "x", "-o", "y", "--dtype", "int8"], "bfloat16"), (["sft", "--tp", "two"], "not a valid int"),
+])
+def test_usage_errors_go_to_stderr_with_a_suggestion(mfsdp, args, text):
+    done = mfsdp(*args)
+    assert (done.returncode, done.stdout) == (2, "") and text in done.stderr
+    data = json.loads(mfsdp(*args, "--json").stdout)
+    assert data["ok"] is False and data["exit_code"] == 2 and text in data["problems"][0]["why"]
+
+
+@pytest.mark.parametrize("group", [["sft"], ["ckpt"], ["config"], ["ckpt", "inspect"], ["prep-data"]])
+def test_a_bare_command_shows_its_help(mfsdp, group):
+    done = mfsdp(*group)
+    assert done.returncode == 2 and done.stdout == "" and f"Usage: mfsdp {' '.join(group)}" in done.stderr
+
+
+# ---------------------------------------------------------------- sft
+
+def test_dry_run_writes_nothing_and_shows_the_plan(mfsdp, inputs):
+    before = snapshot(inputs)
+    done = mfsdp(*SFT, "--nproc", 2, "--output", "out dir", "-n", cwd=inputs)
+    assert done.returncode == 0 and snapshot(inputs) == before
+    for text in (
+        "verdict     would start", "2 ranks (1 node x 2, cpu) = TP 1 x PP 1 x CP 1 x DP 2", "6 conversations a step = 3 x DP 2",
+        "20 rows // 6 = 3 an epoch, x 4 epochs = 12; 2 rows an epoch fill no batch", "0 to 1e-05 in 2 steps, then cosine to 1e-06 at step 12",
+        "  model/model.safetensors\n", "  train.parquet (20 rows)\n", "  out dir/attempts/001/\n", "  CUDA_DEVICE_MAX_CONNECTIONS=8\n",
+        "--nproc-per-node 2 --standalone", "--run-dir 'out dir' --attempt-dir 'out dir/attempts/001'",
+    ):
+        assert text in done.stdout, text
+
+
+def test_dry_run_as_data(mfsdp, inputs):
+    done = mfsdp(*SFT, "--nnodes", 2, "--rdzv-endpoint", "n0:29500", "-n", "--json", cwd=inputs)
+    data = json.loads(done.stdout)
+    assert done.returncode == 0 and data["schema"] == 1 and data["ok"] is True and data["exit_code"] == 0 and data["resume_from"] is None
+    assert data["plan"]["world_size"] == 2 and data["plan"]["total_steps"] == 12 and data["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+    assert [node["argv"][node["argv"].index("--node-rank") + 1] for node in data["nodes"]] == ["0", "1"]
+
+
+def test_all_problems_at_once_with_origin_and_way_out(mfsdp, inputs):
+    (inputs / "run.yaml").write_text("optim:\n  lr: fast\ndata:\n  train_batch_szie: 4\n")
+    args = (*SFT, "--config", "run.yaml", "--val-files", "none.parquet", "checkpoint.async_save=True")
+    for more in ((), ("-n",)):
+        done = mfsdp(*args, *more, cwd=inputs)
+        assert done.returncode == 3
+        for text in ("run.yaml:2  optim.lr = fast", "run.yaml:4  data.train_batch_szie = 4", "did you mean data.train_batch_size?",
+                     "--val-files  data.val_files = none.parquet", "command line  checkpoint.async_save = True", "fix: "):
+            assert text in done.stderr, text
+    assert "error: 4 problems\n" in done.stderr and "would not start: 4 problems, exit code 3" in done.stdout
+    data = json.loads(mfsdp(*args, "--json", cwd=inputs).stdout)
+    assert data["ok"] is False and data["exit_code"] == 3 and len([p for p in data["problems"] if p["level"] == "error"]) == 4
+    assert not (inputs / "runs").exists()
+
+
+def test_exit_codes_by_kind_of_problem(mfsdp, inputs):
+    assert mfsdp("sft", "--model", "model", "--train-files", "none.parquet", "engine.device=cpu", cwd=inputs).returncode == 5
+    assert mfsdp(*SFT, "engine.device=cuda", "-n", cwd=inputs, PATH="").returncode == 4
+    assert mfsdp(*SFT, "-n", cwd=inputs, CUDA_DEVICE_MAX_CONNECTIONS="1").returncode in (3, 4)
+    assert mfsdp(*SFT, "optim.lr", "-n", cwd=inputs).returncode == 2
+
+
+def test_variables_and_flags_in_their_order(mfsdp, inputs):
+    def nproc(*args, **environ):
+        return json.loads(mfsdp(*SFT, *args, "-n", "--json", cwd=inputs, **environ).stdout)["plan"]["world_size"]
+
+    assert nproc(NPROC="2") == 2
+    assert nproc("trainer.n_gpus_per_node=3", NPROC="2") == 3
+    assert nproc("trainer.n_gpus_per_node=3", "--nproc", 6, NPROC="2") == 6
+
+
+def test_train_files_repeated_or_with_commas(mfsdp, inputs):
+    write_chats(inputs / "b.parquet", 5)
+    write_chats(inputs / "c.parquet", 5)
+    done = mfsdp("sft", "--model", "model", "--train-files", "train.parquet,b.parquet", "--train-files", "c.parquet", "engine.device=cpu", "-n",
+                 "--json", cwd=inputs)
+    assert json.loads(done.stdout)["plan"]["num_train_rows"] == 30
+
+
+def test_an_own_bug_leaves_a_file_to_attach(tmp_path):
+    program = "import sys\nfrom mfsdp_cli.cli import guarded\nsys.exit(guarded(lambda: {}['secret'], sys.argv[1:]))"
+    environ = {**CLEAN, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program, "--json"], capture_output=True, text=True, env=environ)
+    file, = tmp_path.glob("mfsdp-crash-*.txt")
+    assert done.returncode == 1 and "Traceback" not in done.stderr and str(file) in done.stderr and "KeyError" in done.stderr
+    assert "Traceback" in file.read_text() and json.loads(done.stdout)["problems"][0]["found"] == "KeyError"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**environ, "MFSDP_DEBUG": "1"})
+    assert "Traceback" in done.stderr and done.stdout == ""
+
+
+def test_what_the_machine_refuses_is_no_bug(tmp_path):
+    program = "import sys\nfrom mfsdp_cli.cli import guarded\ndef f(): raise PermissionError(13, 'Permission denied', '/x')\nsys.exit(guarded(f, []))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=CLEAN)
+    assert done.returncode == 4 and "/x\n      Permission denied" in done.stderr
+
+
+def test_head_is_no_failure(inputs):
+    pipeline = f"set -o pipefail; {sys.executable} -m mfsdp_cli config schema | head -1"
+    done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, env=CLEAN)
+    assert done.returncode == 0 and done.stdout.startswith("model.path") and done.stderr == ""
+
+
+# ---------------------------------------------------------------- the run folder
+
+def checked(folder, *assignments, resume=None):
+    flags = {"model": str(folder / "model"), "train-files": [str(folder / "train.parquet")], "output": str(folder / "run")}
+    return check(preset=None, config=None, assignments=["engine.device=cpu", *assignments], flags=flags, resume=resume, environ={"PATH": ""})
+
+
+def save(run_dir, step):
+    folder = begin(run_dir / "checkpoints", step)
+    (folder / "trainer.json").write_text("{}")
+    return commit(folder, Manifest(step, 9, 8 * step, ["model"], {"world": 1}, "float32", 8, "Qwen2ForCausalLM", "model", 1))
+
+
+def folder_errors(result):
+    return {p.key: p for p in result.problems if p.level == "error"}
+
+
+def start_once(result):
+    """As `launch.sft.start` does before it starts anything."""
+    attempt = open_attempt(result.run_dir, result.settings, result.origins)
+    attempt.lock.close()
+    return attempt
+
+
+def test_the_run_folder_holds_what_was_asked_for(inputs):
+    result = checked(inputs, "optim.lr=3e-4")
+    attempt = start_once(result)
+    again = check(preset=None, config=str(inputs / "run/config.yaml"), assignments=[], flags={}, resume=None, environ={"PATH": ""})
+    assert again.settings == result.settings and attempt.path == inputs / "run/attempts/001"
+    assert (attempt.path / "config.yaml").read_text() == (inputs / "run/config.yaml").read_text()
+    origins = json.loads((inputs / "run/origin.json").read_text())
+    assert origins["optim.lr"] == "command line" and origins["model.path"] == "--model"
+    assert start_once(result).path.name == "002"
+
+
+def test_a_used_folder_is_continued_or_refused_but_never_mixed(inputs):
+    start_once(checked(inputs))
+    assert not folder_errors(checked(inputs, resume="never"))
+    save(inputs / "run", 3)
+    assert not folder_errors(checked(inputs)) and not folder_errors(checked(inputs, "optim.lr=1", "trainer.total_epochs=9"))
+    refused = folder_errors(checked(inputs, resume="never"))["trainer.resume_mode"]
+    assert refused.where == "--resume" and "holds checkpoints up to step 3" in refused.why
+    with pytest.raises(errors.MfsdpError):
+        start_once(checked(inputs, resume="never"))
+    changed = folder_errors(checked(inputs, "trainer.seed=7", "data.train_batch_size=16", "data.max_length=512"))
+    assert set(changed) == {"trainer.seed", "data.train_batch_size", "data.max_length"}
+    assert changed["trainer.seed"].found == "7" and "made with 42" in changed["trainer.seed"].why
+    assert changed["data.max_length"].fix.startswith("set data.max_length back to null")
+
+
+def test_damaged_checkpoints_are_not_overwritten_from_step_0(inputs):
+    start_once(checked(inputs))
+    (save(inputs / "run", 3) / "trainer.json").unlink()
+    problem, = folder_errors(checked(inputs)).values()
+    assert problem.code == errors.BAD_INPUT and problem.found == "step_000003" and "ckpt inspect" in problem.fix
+
+
+def test_resume_from_a_path_is_checked_before_the_start(inputs):
+    saved = save(inputs / "other", 3)
+    assert not folder_errors(checked(inputs, resume=str(saved)))
+    (saved / "trainer.json").unlink()
+    problem, = folder_errors(checked(inputs, resume=str(saved))).values()
+    assert problem.code == errors.BAD_INPUT and problem.where == "--resume" and "trainer.json" in problem.key
+
+
+# ---------------------------------------------------------------- other commands
+
+def test_prep_data_prints_paths(mfsdp, tmp_path):
+    done = mfsdp("prep-data", "arithmetic", "-o", "d", "--rows", 12, "--test-rows", 3, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == "d/train.parquet\nd/test.parquet\n"
+    data = json.loads(mfsdp("prep-data", "arithmetic", "-o", "d", "--rows", 12, "--test-rows", 3, "--json", cwd=tmp_path).stdout)
+    assert data["ok"] is True and data["rows"] == {"d/train.parquet": 12, "d/test.parquet": 3}
+
+
+def test_prep_data_names_the_bad_row(mfsdp, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "1+2?", "answer": "3"}\n')
+    done = mfsdp("prep-data", "gsm8k", "-i", "x.jsonl", "-o", "d", cwd=tmp_path)
+    assert done.returncode == 5 and done.stdout == "" and "####" in done.stderr and not (tmp_path / "d").exists()
+    done = mfsdp("prep-data", "gsm8k", "-i", "x.jsonl", "-o", "d", "--skip-bad", "--json", cwd=tmp_path)
+    assert done.returncode == 0 and sum(json.loads(done.stdout)["dropped"].values()) == 1
+
+
+def test_config_show_comes_back_as_config(mfsdp, inputs):
+    done = mfsdp("config", "show", "--preset", "sft-tiny-cpu", "optim.lr=2e-3", "model.path=a: b", "--origin")
+    assert done.returncode == 0 and "optim.lr: 0.002" in done.stdout and "# command line" in done.stdout and "# preset sft-tiny-cpu" in done.stdout
+    (inputs / "c.yaml").write_text(done.stdout)
+    again = mfsdp("config", "show", "--config", "c.yaml", cwd=inputs).stdout
+    assert [line.partition("  #")[0].rstrip() for line in done.stdout.splitlines()] == again.splitlines()
+    changed = json.loads(mfsdp("config", "show", "--only-changed", "optim.lr=2e-3", "--json").stdout)
+    assert [(row["key"], row["value"], row["origin"]) for row in changed["settings"]] == [("optim.lr", 0.002, "command line")]
+
+
+def test_config_show_tells_problems(mfsdp):
+    done = mfsdp("config", "show", "optim.lrr=1", "--json")
+    data = json.loads(done.stdout)
+    assert done.returncode == 3 and data["ok"] is False and data["problems"][0]["fix"].startswith("did you mean optim.lr")
+
+
+def test_config_diff_and_presets(mfsdp, tmp_path):
+    (tmp_path / "a.yaml").write_text("optim: {lr: 1.0e-3}\n")
+    (tmp_path / "b.yaml").write_text("optim: {lr: 2.0e-3}\n")
+    assert mfsdp("config", "diff", "a.yaml", "b.yaml", cwd=tmp_path).stdout == "optim.lr: 0.001 -> 0.002\n"
+    assert mfsdp("config", "diff", "a.yaml", "c.yaml", cwd=tmp_path).returncode == 3
+    names = [row["name"] for row in json.loads(mfsdp("config", "presets", "--json").stdout)["presets"]]
+    assert "sft-tiny-cpu" in names and "sft-gsm8k-qwen2.5-math-7b" in names
+
+
+def test_config_schema_documents_every_key(mfsdp):
+    rows = json.loads(mfsdp("config", "schema", "--json").stdout)["keys"]
+    assert len(rows) > 60 and all(row["doc"] and row["type"] for row in rows)
+
+
+def test_export_checks_the_cheap_things_first(mfsdp, inputs):
+    done = mfsdp("ckpt", "export-hf", "run", "-o", "out", cwd=inputs)
+    assert (done.returncode, done.stdout) == (5, "") and "missing" in done.stderr
+    save(inputs / "run", 3)  # a manifest, but no dist_ckpt
+    data = json.loads(mfsdp("ckpt", "export-hf", "run", "-o", "out", "--json", cwd=inputs).stdout)
+    assert data["ok"] is False and data["exit_code"] == 5 and not (inputs / "out").exists()
+
+
+def test_help_is_quick():
+    """CPU time, and of the fastest of three, since the machine is shared; the budget is 150 ms on an idle one."""
+    def cpu_s():
+        before = os.times()
+        subprocess.run([sys.executable, "-m", "mfsdp_cli", "sft", "--help"], env=CLEAN, capture_output=True)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(cpu_s() for _ in range(3)) < 0.4
