@@ -94,9 +94,7 @@ class _Parameters:
 
 
 def _bare(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+    return re.sub(r"^(module\.)+", "", name)
 
 
 # ---------------------------------------------------------------- the tensors of this rank

@@ -9,6 +9,7 @@ TransformerEngine an empty stand-in is put into sys.modules for the length of th
 from __future__ import annotations
 
 import importlib.machinery
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -100,8 +101,8 @@ def load_hf_weights(bridge: AutoBridge, model: list) -> None:
     from megatron.core.utils import unwrap_model
 
     tasks = [t for t in bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, unwrap_model(model)) if t is not None]
-    built = {name.removeprefix("module.") for chunk in unwrap_model(model) for name, _ in chunk.named_parameters()}
-    if missing := built - {t.param_name.removeprefix("module.") for t in tasks}:
+    built = {_bare(name) for chunk in unwrap_model(model) for name, _ in chunk.named_parameters()}
+    if missing := built - {_bare(t.param_name) for t in tasks}:
         raise ValueError(f"{len(missing)} parameters of the model have no source tensor, among them {sorted(missing)[:5]}")
     taken = [h for t in tasks for h in ([t.mapping.hf_param] if isinstance(t.mapping.hf_param, str) else t.mapping.hf_param.values())]
     everywhere: list = [None] * dist.get_world_size()
@@ -111,6 +112,11 @@ def load_hf_weights(bridge: AutoBridge, model: list) -> None:
     if unused:
         raise ValueError(f"{len(unused)} tensors of the source model would be dropped, among them {sorted(unused)[:5]}")
     bridge.load_hf_weights(model)
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without its wrappers: Megatron-FSDP adds one "module.", Float16Module another."""
+    return re.sub(r"^(module\.)+", "", name)
 
 
 def _is_tied_copy(bridge: AutoBridge, name: str) -> bool:
