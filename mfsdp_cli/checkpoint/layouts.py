@@ -51,9 +51,7 @@ def find_layout(path: str | Path, problems: list[Problem]) -> Layout:
     """The checkpoint that `path` means: one itself, a folder inside one, or a folder of several (then the latest).
 
     Raises MfsdpError (BAD_INPUT) when there is none. Choices that were made are appended to `problems` as notes."""
-    path = Path(path) if Path(path).name else Path(path).absolute()
-    if not path.is_dir():
-        raise _bad(path, "a file" if path.exists() else "missing", "a checkpoint is a folder", "give a run or checkpoint folder")
+    path = manifest.existing_folder(path)
     # the owner of a part first: dist_ckpt/ alone looks like a bare DCP folder
     depth = {manifest.DIST_CKPT: 2, manifest.HUGGINGFACE: 2, "model": 1}.get(path.name, 0)
     for folder in (*reversed(path.absolute().parents[:depth]), path):
@@ -63,8 +61,8 @@ def find_layout(path: str | Path, problems: list[Problem]) -> Layout:
         return _at(manifest.resolve(path, problems))
     if found := _latest_of_several(path, problems):
         return found
-    raise _bad(path, ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "an empty folder", "no checkpoint layout is recognised here",
-               f"give one of: {'; '.join(TITLES.values())}")
+    raise MfsdpError(_error(path, ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "an empty folder",
+                            "no checkpoint layout is recognised here", f"give one of: {'; '.join(TITLES.values())}"))
 
 
 def _at(folder: Path) -> Layout | None:
@@ -149,7 +147,3 @@ def _error(where: Path, found: str, why: str, fix: str) -> Problem:
 
 def _note(where: Path, found: str, why: str, fix: str) -> Problem:
     return Problem(str(where), found, why, fix, code=BAD_INPUT, level="note")
-
-
-def _bad(where: Path, found: str, why: str, fix: str) -> MfsdpError:
-    return MfsdpError(_error(where, found, why, fix))

@@ -172,9 +172,7 @@ def resolve(path: str | Path, problems: list[Problem] | None = None) -> Path:
     """The step folder meant by a run folder, a checkpoints folder, a step folder or a folder inside one.
 
     Raises MfsdpError when there is none. Warnings about the choice are appended to `problems`."""
-    path = Path(path) if Path(path).name else Path(path).absolute()  # "." has no name
-    if not path.is_dir():
-        raise _bad(path, "a file" if path.exists() else "missing", "a checkpoint is a folder", "give a run or checkpoint folder")
+    path = existing_folder(path)
     for folder in (path, path.parent) if path.name in (DIST_CKPT, HUGGINGFACE) else (path,):
         if is_step_folder(folder):
             return folder
@@ -186,6 +184,16 @@ def resolve(path: str | Path, problems: list[Problem] | None = None) -> Path:
     if names:
         raise _bad(checkpoints_dir, names, "none of these is a complete checkpoint", "give one of them to see what it lacks")
     raise _bad(path, "", f"there is no checkpoint here: neither {MANIFEST} nor step_N folders", "give a run or checkpoint folder")
+
+
+def existing_folder(path: str | Path) -> Path:
+    """`path`, with a name even when it is ".". Raises MfsdpError (BAD_INPUT) when it is no folder."""
+    path = Path(path) if Path(path).name else Path(path).absolute()
+    if not path.exists():
+        raise _bad(path, "missing", "there is no such folder", "give a run or checkpoint folder")
+    if not path.is_dir():
+        raise _bad(path, "a file", "a checkpoint is a folder", "give a run or checkpoint folder")
+    return path
 
 
 def is_step_folder(folder: Path) -> bool:

@@ -320,8 +320,8 @@ def test_what_is_no_checkpoint_is_said_with_what_was_found(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(MfsdpError, match="notes.txt: no checkpoint layout is recognised"):
         inspect(tmp_path)
-    for absent in (tmp_path / "nowhere", tmp_path / "notes.txt"):
-        with pytest.raises(MfsdpError, match="a checkpoint is a folder"):
+    for absent, why in ((tmp_path / "nowhere", "there is no such folder"), (tmp_path / "notes.txt", "a checkpoint is a folder")):
+        with pytest.raises(MfsdpError, match=why):
             inspect(absent)
 
 
