@@ -187,7 +187,7 @@ def render(report: dict) -> str:
     """The report for people, as plain aligned text. The problems are left to whoever prints it, with their exit code."""
     step = f"{report['step']}" + (f" of {report['total_steps']}" if report["total_steps"] else "") if report["step"] is not None else ""
     num_errors = sum(p["level"] == "error" for p in report["problems"])
-    state = f"NOT USABLE ({num_errors} problems)" if num_errors else "complete, checksums verified" if report["verified"] else "complete"
+    state = f"NOT USABLE, problems: {num_errors}" if num_errors else "complete, checksums verified" if report["verified"] else "complete"
     hf = report["huggingface"]
     weights = f"{hf['num_weights']} weights, {size_words(hf['weight_bytes'])}" if hf["num_weights"] else "no weights"
     has = [name for name in ("config", "tokenizer") if hf[name]]

@@ -218,7 +218,7 @@ def test_faults_of_an_mfsdp_checkpoint_are_told_once_each(written, tmp_path):
     assert sorted(Path(p["key"]).name for p in report["problems"]) == ["__0_0.distcp", "__1_0.distcp"]
     assert report["export"] == {"possible": False, "why": "the checkpoint is not whole"}
     assert report["num_tensors"] == 11, "what .metadata says is still shown"
-    assert "NOT USABLE (2 problems)" in render(report)
+    assert "NOT USABLE, problems: 2" in render(report)
 
 
 def test_verify_finds_what_sizes_hide(written, tmp_path):
