@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, complete_steps, require_complete, resolve
 from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, MfsdpError, Problem
+from mfsdp_cli.output import print_stderr
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
@@ -70,18 +71,17 @@ def open_attempt(run_dir: Path, settings: SftSettings, origins: dict[str, str]) 
     except OSError as e:
         raise MfsdpError(Problem("trainer.output_dir", str(run_dir), f"the run folder cannot be written: {e.strerror}",
                                  "choose a folder that you may write", origins.get("trainer.output_dir", ""), MACHINE_UNFIT)) from e
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not _try_lock(lock, fcntl.LOCK_EX):
         lock.close()
-        raise MfsdpError(_held(run_dir, node_rank)) from None
+        raise MfsdpError(_held(run_dir, node_rank))
     if problems := _resume_problems(run_dir, settings, origins):
         lock.close()
         raise MfsdpError(problems)
     lock.truncate(0)
     lock.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     lock.flush()
-    path = _new_attempt(run_dir / "attempts", node_rank)
+    path = next_attempt(run_dir / "attempts", node_rank)
+    path.mkdir()
     text = dump_yaml(settings)
     _write(path / CONFIG, text)
     if node_rank == 0 or not (run_dir / CONFIG).exists():
@@ -106,12 +106,6 @@ def next_attempt(attempts: Path, node_rank: int) -> Path:
     suffix = "" if node_rank == 0 else f"-node{node_rank}"
     names = [p.name.removesuffix(suffix) for p in attempts.iterdir() if p.name.endswith(suffix)] if attempts.is_dir() else []
     return attempts / f"{max((int(n) for n in names if n.isdecimal()), default=0) + 1:03d}{suffix}"
-
-
-def _new_attempt(attempts: Path, node_rank: int) -> Path:
-    path = next_attempt(attempts, node_rank)
-    path.mkdir()
-    return path
 
 
 def _resume_problems(run_dir: Path, settings: SftSettings, origins: dict[str, str]) -> list[Problem]:
@@ -146,12 +140,19 @@ def _lock_problems(run_dir: Path, node_rank: int) -> list[Problem]:
     file = lock_file(run_dir, node_rank)
     if not file.is_file():
         return []
-    with open(file, encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return [_held(run_dir, node_rank)]
-    return []
+    with open(file, encoding="utf-8") as lock:  # read-only: a dry run leaves no trace
+        return [] if _try_lock(lock, fcntl.LOCK_SH) else [_held(run_dir, node_rank)]
+
+
+def _try_lock(file: TextIO, kind: int) -> bool:
+    """False when another launcher holds it. A file system without locks (some Lustre mounts) cannot tell: that is said."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as e:
+        print_stderr(f"warning: {file.name} cannot be locked ({e.strerror}); make sure that no other mfsdp uses this run folder")
+    return True
 
 
 def _held(run_dir: Path, node_rank: int) -> Problem:

@@ -117,7 +117,8 @@ def test_dry_run_writes_nothing_and_shows_the_plan(mfsdp, inputs):
     assert done.returncode == 0 and snapshot(inputs) == before
     for text in (
         "verdict     would start", "2 ranks (1 node x 2, cpu) = TP 1 x PP 1 x CP 1 x DP 2", "6 conversations a step = 3 x DP 2",
-        "20 rows // 6 = 3 an epoch, x 4 epochs = 12; 2 rows an epoch fill no batch", "0 to 1e-05 in 2 steps, then cosine to 1e-06 at step 12",
+        "20 rows // 6 = 3 an epoch, x 4 epochs = 12; 2 rows an epoch fill no batch",
+        "0 to 1e-05 in 2 steps, then cosine to 1e-06 at step 12",
         "  model/model.safetensors\n", "  train.parquet (20 rows)\n", "  out dir/attempts/001/\n", "  CUDA_DEVICE_MAX_CONNECTIONS=8\n",
         "--nproc-per-node 2 --standalone", "--run-dir 'out dir' --attempt-dir 'out dir/attempts/001'",
     ):
@@ -166,8 +167,8 @@ def test_variables_and_flags_in_their_order(mfsdp, inputs):
 def test_train_files_repeated_or_with_commas(mfsdp, inputs):
     write_chats(inputs / "b.parquet", 5)
     write_chats(inputs / "c.parquet", 5)
-    done = mfsdp("sft", "--model", "model", "--train-files", "train.parquet,b.parquet", "--train-files", "c.parquet", "engine.device=cpu", "-n",
-                 "--json", cwd=inputs)
+    files = ("--train-files", "train.parquet,b.parquet", "--train-files", "c.parquet")
+    done = mfsdp("sft", "--model", "model", *files, "engine.device=cpu", "-n", "--json", cwd=inputs)
     assert json.loads(done.stdout)["plan"]["num_train_rows"] == 30
 
 
@@ -183,7 +184,12 @@ def test_an_own_bug_leaves_a_file_to_attach(tmp_path):
 
 
 def test_what_the_machine_refuses_is_no_bug(tmp_path):
-    program = "import sys\nfrom mfsdp_cli.cli import guarded\ndef f(): raise PermissionError(13, 'Permission denied', '/x')\nsys.exit(guarded(f, []))"
+    program = """
+import sys
+from mfsdp_cli.cli import guarded
+def refused(): raise PermissionError(13, 'Permission denied', '/x')
+sys.exit(guarded(refused, []))
+"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=CLEAN)
     assert done.returncode == 4 and "/x\n      Permission denied" in done.stderr
 
@@ -198,7 +204,8 @@ def test_head_is_no_failure(inputs):
 
 def checked(folder, *assignments, resume=None):
     flags = {"model": str(folder / "model"), "train-files": [str(folder / "train.parquet")], "output": str(folder / "run")}
-    return check(preset=None, config=None, assignments=["engine.device=cpu", *assignments], flags=flags, resume=resume, environ={"PATH": ""})
+    assignments = ["engine.device=cpu", *assignments]
+    return check(preset=None, config=None, assignments=assignments, flags=flags, resume=resume, environ={"PATH": ""})
 
 
 def save(run_dir, step):
@@ -278,7 +285,8 @@ def test_prep_data_names_the_bad_row(mfsdp, tmp_path):
 
 def test_config_show_comes_back_as_config(mfsdp, inputs):
     done = mfsdp("config", "show", "--preset", "sft-tiny-cpu", "optim.lr=2e-3", "model.path=a: b", "--origin")
-    assert done.returncode == 0 and "optim.lr: 0.002" in done.stdout and "# command line" in done.stdout and "# preset sft-tiny-cpu" in done.stdout
+    assert done.returncode == 0
+    assert "optim.lr: 0.002" in done.stdout and "# command line" in done.stdout and "# preset sft-tiny-cpu" in done.stdout
     (inputs / "c.yaml").write_text(done.stdout)
     again = mfsdp("config", "show", "--config", "c.yaml", cwd=inputs).stdout
     assert [line.partition("  #")[0].rstrip() for line in done.stdout.splitlines()] == again.splitlines()

@@ -1,3 +1,4 @@
+import subprocess
 import sys
 
 import pytest
@@ -14,7 +15,8 @@ def environment(settings, facts):
 def test_one_node():
     assert torchrun_command(make_settings(), "runs/a", "runs/a/attempts/001", 0) == [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "8", "--standalone", "--max-restarts", "0",
-        "-m", "mfsdp_cli.train.sft", "--config", "runs/a/attempts/001/config.yaml", "--run-dir", "runs/a", "--attempt-dir", "runs/a/attempts/001",
+        "-m", "mfsdp_cli.train.sft", "--config", "runs/a/attempts/001/config.yaml", "--run-dir", "runs/a",
+        "--attempt-dir", "runs/a/attempts/001",
     ]
 
 
@@ -46,7 +48,6 @@ def test_cpu_hides_gpus_and_shares_cores():
 
 
 def test_shell_line_survives_the_shell():
-    import subprocess
-
-    line = shell_line([sys.executable, "-c", "import os, sys; print(os.environ['A'], sys.argv[1:])", "two words", "$HOME 'x'"], {"A": "1 & 2"})
+    program = "import os, sys; print(os.environ['A'], sys.argv[1:])"
+    line = shell_line([sys.executable, "-c", program, "two words", "$HOME 'x'"], {"A": "1 & 2"})
     assert subprocess.run(line, shell=True, capture_output=True, text=True).stdout == "1 & 2 ['two words', \"$HOME 'x'\"]\n"

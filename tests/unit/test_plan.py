@@ -26,7 +26,8 @@ def test_steps_given_and_rows_limited():
 
 
 def test_experts_have_a_data_parallel_size_of_their_own():
-    plan = make_plan(make_settings(engine__tensor_model_parallel_size=2, engine__expert_model_parallel_size=4, trainer__nnodes=2), make_facts())
+    settings = make_settings(engine__tensor_model_parallel_size=2, engine__expert_model_parallel_size=4, trainer__nnodes=2)
+    plan = make_plan(settings, make_facts())
     assert (plan.world_size, plan.dp, plan.ep, plan.expert_dp) == (16, 8, 4, 4)
 
 
