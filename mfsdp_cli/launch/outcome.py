@@ -16,6 +16,8 @@ TAIL_LINES = 15
 TAIL_BYTES = 1 << 14
 # torch.distributed.elastic prints a block with these two lines for each rank it saw fail; the root cause comes last
 TABLE_ENTRY = re.compile(r"^\s+rank\s*: (\d+) .*\n\s+exitcode\s*: (-?\d+) ", re.MULTILINE)
+# Its own report begins with this line; what a rank said before it is what counts
+TORCHRUN_REPORT = re.compile(r"^E\d{4} [^\n]*failed \(exitcode: ", re.MULTILINE)
 # A rank that dies so takes the others down, and they write failure files about lost connections: these come second
 FATAL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
@@ -171,5 +173,7 @@ def _tail(*logs: Path) -> tuple[Path | None, list[str]]:
         if log.is_file() and log.stat().st_size:
             with log.open("rb") as file:
                 file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-                return log, file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+                text = file.read().decode(errors="replace")
+            said = TORCHRUN_REPORT.split(text)[0].strip() or text
+            return log, said.splitlines()[-TAIL_LINES:]
     return None, []

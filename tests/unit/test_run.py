@@ -148,6 +148,13 @@ def test_a_killed_rank_is_the_cause_and_not_those_that_lost_it(tmp_path):
 
 def test_an_end_without_any_trace_is_a_failure(tmp_path):
     assert finish(tmp_path, "print('out of luck'); sys.exit(3)")[0] == 1
+    code, _, err = finish(tmp_path, f"""
+print("No module named tranformers")
+print("E1130 09:36:58.395000 4552 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1) local_rank: 2")
+print({TABLE.replace("-9", "1")!r}, flush=True)
+sys.exit(1)""")
+    assert code == 1 and "rank 2 ended with exit code 1 and left no failure file" in err
+    assert "    No module named tranformers\n\nlogs: " in err
     code, out, err = finish(tmp_path, "print('nothing done')")
     assert (code, out) == (1, "") and "without a result" in err and "nothing done" in err
 
