@@ -22,7 +22,7 @@ from mfsdp_cli import __version__
 from mfsdp_cli.errors import Problem
 
 JSON_SCHEMA = 1
-STEP_LINE = re.compile(r"step (\d+)/(\d+) ")
+STEP_LINE = re.compile(r"step (\d+)/(\d+) (?=loss )")  # a line with val_loss is a status line: rare, and no step done
 STYLES = {"error": "\033[1;31m", "warning": "\033[1;33m", "note": "\033[1;36m", "hint": "\033[1;36m"}
 FIRST_STEPS = 10  # shown one by one where there is no bar, then every STEP_INTERVAL-th
 STEP_INTERVAL = 10
@@ -192,7 +192,7 @@ class StepLines:
             self.bar = None
 
     def feed(self, line: str) -> None:
-        match = STEP_LINE.match(line + " ")
+        match = STEP_LINE.match(line)
         if match is None:
             self._show(line)
             return

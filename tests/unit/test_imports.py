@@ -33,7 +33,7 @@ ALLOWED = {
     "checkpoint": {"checkpoint"},
     "checkpoint.dtensor": {"checkpoint", "engine"},
     "checkpoint.export_hf": {"checkpoint", "engine"},
-    "train": {"train", "engine", "data", "checkpoint", "config", "launch.plan"},
+    "train": {"train", "engine", "data", "checkpoint", "config", "launch.plan", "launch.run"},  # arithmetic and contract of the launcher
 }
 # Parts of a package that are front end although the rest of it is not.
 FRONT_MODULES = ("config", "launch", "data.prepare", "data.sources", "data.convert", "checkpoint.manifest", "checkpoint.inspect",

@@ -121,7 +121,9 @@ def test_status_lines_always_pass(capsys):
     with StepLines(Console(), io.StringIO()) as lines:
         lines.feed("saved runs/a/checkpoints/step_000020")
         lines.feed("step by step")
-    assert capsys.readouterr().err == "saved runs/a/checkpoints/step_000020\nstep by step\n" and lines.last_step is None
+        lines.feed("step 0/95 val_loss 2.5")  # before the first step, so nothing can be saved yet
+    assert capsys.readouterr().err == "saved runs/a/checkpoints/step_000020\nstep by step\nstep 0/95 val_loss 2.5\n"
+    assert lines.last_step is None
 
 
 def test_a_terminal_gets_a_bar_with_the_lines_above(monkeypatch, capsys):
