@@ -34,7 +34,7 @@ _TE_NAMES = (
 def save(engine, folder: str | Path, contents: list[str]) -> int:
     """Write the parts of `engine` named in `contents` into `folder`. Collective. Returns the number of tensors."""
     state = _state(engine, contents)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False))  # manifest.commit flushes
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
     names: list = [None] * dist.get_world_size()
     dist.all_gather_object(names, list(state))
     return len(set().union(*names))

@@ -115,6 +115,10 @@ class MegatronEngine:
         return mpu.get_data_parallel_world_size()
 
     @property
+    def dp_group(self):
+        return mpu.get_data_parallel_group()
+
+    @property
     def sequence_multiple(self) -> int:
         """The length of a packed batch must be a multiple of this."""
         return self.settings.tensor_model_parallel_size if _sequence_parallel(self.settings) else 1

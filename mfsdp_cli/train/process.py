@@ -1,0 +1,75 @@
+"""What a rank is to the outside: its log, its lines on the console, requests to stop, and its last word.
+
+The launcher (`launch.run`, `launch.outcome`) reads what is written here; a rank started by torchrun without a launcher
+behaves the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+
+from mfsdp_cli.errors import RUN_FAILED, MfsdpError
+from mfsdp_cli.launch.run import ASK_SIGNALS, CONSOLE_MARK, STOP_FILE
+
+
+class RankProcess:
+    """One rank's attempt. stdout and stderr go to attempt_dir/rankN.log from here on; `say` reaches the console."""
+
+    def __init__(self, attempt_dir: Path, rank: int):
+        self.attempt_dir, self.rank = attempt_dir, rank
+        attempt_dir.mkdir(parents=True, exist_ok=True)
+        self._console = os.dup(2)
+        log = os.open(attempt_dir / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        sys.stdout.flush(), sys.stderr.flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        self._asked = False
+        for number in ASK_SIGNALS:
+            signal.signal(number, self._ask)
+
+    def _ask(self, number, frame) -> None:
+        self._asked = True
+
+    def say(self, text: str) -> None:
+        """A line for people, from rank 0 only; in the log too."""
+        print(text, flush=True)
+        if self.rank == 0:
+            os.write(self._console, CONSOLE_MARK + text.encode() + b"\n")
+
+    def stop_asked(self) -> bool:
+        """Whether this rank was asked to stop; the ranks must agree on the answer before they act on it."""
+        return self._asked or (self.rank == 0 and (self.attempt_dir / STOP_FILE).exists())
+
+    def finish(self, result: dict) -> None:
+        """The product of the run, for the launcher."""
+        if self.rank == 0:
+            _write(self.attempt_dir / "result.json", result)
+
+    @contextmanager
+    def last_word(self):
+        """Within the block, an exception is written to failure-rankN.json before the process ends with its exit code."""
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            problems = [p.to_dict() for p in error.problems] if isinstance(error, MfsdpError) else []
+            code = error.exit_code if isinstance(error, MfsdpError) else RUN_FAILED
+            traceback.print_exc()
+            failure = {"rank": self.rank, "time": time.time(), "type": type(error).__name__, "message": str(error)}
+            _write(self.attempt_dir / f"failure-rank{self.rank}.json", failure | {
+                "traceback": traceback.format_exc(), "exit_code": code, "problems": problems})
+            sys.stderr.flush()
+            # Interpreter shutdown would wait for other ranks in the process group's destructor.
+            os._exit(code)
+
+
+def _write(path: Path, data: dict) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    os.replace(part, path)

@@ -1,0 +1,230 @@
+"""Supervised fine-tuning, top to bottom: the program that torchrun starts on every rank.
+
+    parquet -> chat (mask) -> global batch in a seeded order -> micro batches by token budget -> packed THD
+    -> forward_backward (loss / global number of targets) -> optimizer step -> metrics -> validate, save
+
+Not here: the loss over several epochs of one batch, streaming data sets, sequence classification, LoRA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+from mfsdp_cli.config.load import read_resolved, to_dict
+from mfsdp_cli.config.schema import SftSettings
+from mfsdp_cli.errors import MfsdpError
+from mfsdp_cli.train.process import RankProcess
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="resolved settings, as the launcher writes them")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt-dir", type=Path, required=True, help="logs and results of this attempt")
+    args = parser.parse_args()
+    process = RankProcess(args.attempt_dir, int(os.environ["RANK"]))
+    with process.last_word():
+        train(read_resolved(args.config), args.run_dir, process)
+
+
+def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
+    process.say("importing torch and megatron …")
+    import torch
+    import torch.distributed as dist
+
+    from mfsdp_cli.data.loader import BatchStream
+    from mfsdp_cli.engine.megatron import MegatronEngine, NonFiniteGradient, init_distributed
+    from mfsdp_cli.train import checkpoints
+    from mfsdp_cli.train.metrics import EtaMeter, MetricsLog, step_line
+    from mfsdp_cli.train.schedule import learning_rate
+
+    data, trainer = settings.data, settings.trainer
+    device = init_distributed(settings.engine, trainer.startup_timeout_s)
+    model_dir = local_model(settings)
+    resume, warnings = checkpoints.find_resume(settings, run_dir)
+    process.say(f"reading {settings.model.path}" + (f", weights from {resume.folder}" if resume else " …"))
+    engine = MegatronEngine(
+        str(model_dir), settings.engine, settings.optim, device=device, seed=trainer.seed, load_weights=resume is None,
+        vocab_rows=resume.manifest.padded_vocab_size if resume else None, trust_remote_code=settings.model.trust_remote_code,
+    )
+    if resume:
+        warnings += checkpoints.load(engine, resume, checkpoints.load_contents(settings))
+    train_rows, val_rows, chat, notes = open_data(settings, model_dir, engine.sequence_multiple, process)
+    for problem in warnings + notes:
+        process.say(f"{problem.level}: {problem.key}: {problem.why}")
+
+    position = resume.position if resume else checkpoints.Position()
+    total_steps = trainer.total_training_steps or trainer.total_epochs * (len(train_rows) // data.train_batch_size)
+    if resume and total_steps != resume.manifest.total_steps:
+        process.say(f"warning: the run was planned for {resume.manifest.total_steps} steps and now has {total_steps}: its learning-rate curve changes")
+    stream = BatchStream(train_rows, data.train_batch_size, trainer.seed, data.shuffle, position.samples_consumed)
+    meter = EtaMeter(total_steps)
+    record: dict = {}
+    saved = resume.folder if resume else None
+    stopped = False
+
+    def save():
+        nonlocal saved
+        started = time.monotonic()
+        saved = checkpoints.save(engine, settings, run_dir, model_dir, position, total_steps, chat.end_of_turn_id)
+        process.say(f"saved {saved} ({time.monotonic() - started:.1f} s)")
+
+    def validate():
+        val_loss = evaluate(engine, settings, val_rows)
+        log.log({"step": position.step, "total_steps": total_steps, "val_loss": val_loss})
+        record["val_loss"] = val_loss
+        process.say(step_line({"step": position.step, "total_steps": total_steps, "val_loss": val_loss}))
+
+    with stream, MetricsLog(run_dir, trainer.logger, trainer.project_name, trainer.experiment_name, to_dict(settings), process.rank == 0,
+                            position.step) as log:
+        for note in log.notes:
+            process.say(f"note: {note}")
+        if val_rows is not None and position.step == 0:
+            validate()
+        for step in range(position.step + 1, total_steps + 1):
+            started = time.monotonic()
+            batch = next(stream)
+            num_targets = sum(sample.num_targets for sample in batch)
+            micro_batches = pack_mine(batch, settings, engine)
+            data_s = time.monotonic() - started
+            loss = engine.forward_backward(micro_batches, lambda log_probs, packed: -(log_probs * packed.target_mask).sum() / num_targets)
+            lr = learning_rate(settings.optim, step, total_steps)
+            try:
+                grad_norm = engine.optimizer_step(lr)
+            except NonFiniteGradient as error:
+                report_bad_batch(batch, loss, process)
+                raise ArithmeticError(f"step {step}: {error}; nothing was applied, the last checkpoint is {saved}; the batch is in "
+                                      f"{process.attempt_dir / 'bad_batch.json'}") from error
+            position = checkpoints.Position(step, stream.samples_consumed)
+
+            dist.all_reduce(loss, group=engine.dp_group)
+            shared = torch.tensor([peak_memory_gib(device), float(process.stop_asked())], device=device)
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+            memory_gib, stopped = shared[0].item(), bool(shared[1].item())
+            num_tokens = sum(sample.num_tokens for sample in batch)
+            step_s = time.monotonic() - started
+            record = {
+                "step": step, "total_steps": total_steps, "epoch": stream.epoch, "samples_consumed": position.samples_consumed,
+                "loss": loss.item(), "lr": lr, "grad_norm": grad_norm, "num_tokens": num_tokens, "num_targets": num_targets,
+                "num_micro_batches": len(micro_batches), "step_s": step_s, "data_s": data_s, "memory_gib": memory_gib,
+                **meter.add(step, num_tokens, step_s),
+            }
+            log.log(record)
+            process.say(step_line(record))
+
+            last = step == total_steps or stopped
+            if val_rows is not None and not stopped and (last or due(step, trainer.test_freq)):
+                validate()
+            if last or due(step, trainer.save_freq):
+                save()
+            if stopped:
+                break
+    process.say("stopped on request" if stopped and position.step < total_steps else "done")
+    status = "stopped" if position.step < total_steps else "done"
+    process.finish({"status": status, "step": position.step, "total_steps": total_steps, "checkpoint": str(saved) if saved else None, "metrics": record})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def due(step: int, freq: int) -> bool:
+    return freq > 0 and step % freq == 0
+
+
+def local_model(settings: SftSettings) -> Path:
+    """The model as a local folder; a hub id is downloaded by the first rank of each node, then found in the cache."""
+    import torch.distributed as dist
+
+    path = Path(settings.model.path).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"] + (["*.py"] if settings.model.trust_remote_code else [])
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        snapshot_download(settings.model.path, allow_patterns=patterns)
+    dist.barrier()
+    return Path(snapshot_download(settings.model.path, allow_patterns=patterns))
+
+
+def open_data(settings: SftSettings, model_dir: Path, multiple_of: int, process: RankProcess):
+    """Training rows, validation rows or None, the chat tokenizer, and notes. Every row is rendered once, shared among the
+    ranks, so that all overlong rows and rows without a target are named before the first step. Raises MfsdpError with them."""
+    import torch.distributed as dist
+    from transformers import AutoTokenizer
+
+    from mfsdp_cli.data.chat import ChatTokenizer
+    from mfsdp_cli.data.loader import ChatDataset, merge_checks
+
+    data = settings.data
+    # A micro batch is padded to a multiple of TP with sequence parallelism, and must not outgrow the budget by it.
+    budget = data.max_token_len_per_gpu // multiple_of * multiple_of
+    chat = ChatTokenizer(AutoTokenizer.from_pretrained(model_dir, trust_remote_code=settings.model.trust_remote_code))
+    datasets, problems = [], []
+    for name, files, limit in (("training", data.train_files, data.train_max_samples), ("validation", data.val_files, data.val_max_samples)):
+        if not files:
+            datasets.append(None)
+            continue
+        rows = ChatDataset(files, data.messages_key, chat, min(data.max_length or budget, budget), data.truncation, limit)
+        checks: list = [None] * dist.get_world_size()
+        dist.all_gather_object(checks, rows.check(dist.get_rank(), dist.get_world_size()))
+        total = merge_checks(checks)
+        problems += rows.problems(total)
+        process.say(f"{name} data: {total.num_rows} rows, {total.num_tokens} tokens, {total.num_targets} of them targets, longest row "
+                    f"{total.longest}, {total.num_truncated} rows truncated, {total.num_straddling} tokens astride a boundary not learned")
+        datasets.append(rows)
+    if problems:
+        raise MfsdpError(problems)
+    return *datasets, chat, list(chat.notes)
+
+
+def pack_mine(batch: list, settings: SftSettings, engine) -> list:
+    """This rank's micro batches of a global batch, packed. Every data-parallel rank gets the same number."""
+    from mfsdp_cli.data.pack import pack
+    from mfsdp_cli.train.batching import fixed_micro_batches, plan_micro_batches
+
+    data, multiple = settings.data, engine.sequence_multiple
+    if data.use_dynamic_bsz:
+        budget = data.max_token_len_per_gpu // multiple * multiple
+        plan = plan_micro_batches([s.num_tokens for s in batch], dp_size=engine.dp_size, max_tokens=budget)
+    else:
+        plan = fixed_micro_batches(len(batch), engine.dp_size, data.micro_batch_size_per_gpu)
+    return [pack([batch[i] for i in indices], multiple_of=multiple) for indices in plan[engine.dp_rank]]
+
+
+def evaluate(engine, settings: SftSettings, rows) -> float:
+    """Mean negative log-probability of the validation targets, over all ranks. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    batch = [rows.sample(i) for i in range(len(rows))]
+    micro_batches = pack_mine(batch, settings, engine)
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for packed, log_probs in zip(micro_batches, engine.log_probs(micro_batches)):
+        total -= (log_probs * packed.target_mask.to(engine.device)).sum()
+    dist.all_reduce(total, group=engine.dp_group)
+    return total.item() / sum(sample.num_targets for sample in batch)
+
+
+def report_bad_batch(batch: list, loss, process: RankProcess) -> None:
+    if process.rank == 0:
+        rows = [{"row": s.row, "num_tokens": s.num_tokens, "num_targets": s.num_targets, "input_ids": s.input_ids.tolist()} for s in batch]
+        (process.attempt_dir / "bad_batch.json").write_text(json.dumps({"loss_of_rank_0": str(loss.item()), "rows": rows}) + "\n")
+
+
+def peak_memory_gib(device) -> float:
+    """Most memory of this rank so far: of the GPU if there is one, else of the process."""
+    import resource
+
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+if __name__ == "__main__":
+    main()
