@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from mfsdp_cli.checkpoint.dcp_metadata import read_dcp
+from mfsdp_cli.checkpoint.dcp_metadata import TensorEntry, read_dcp
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -47,13 +47,10 @@ def load(engine, folder: str | Path, contents: list[str], step: int) -> list[Pro
 
     Raises MfsdpError when a tensor is missing, superfluous or of another shape: nothing is loaded in part. (DCP and
     Megatron skip what is missing; Megatron forces strict=False for gated models.)"""
-    found = read_dcp(folder)  # refuses a metadata file that would run code, before torch unpickles it
-    _require_tensors_only(folder, found)
-    stored = {t.name: t for t in found.tensors}
+    stored = stored_tensors(folder)
     state = _state(engine, contents)
     notes = _settle_rng(state, stored)
-    _compare(folder, state, stored, contents)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    read_into(state, folder, stored, contents)
     engine.module.module.install_optimized_model_weights()
     if "optimizer" in contents:
         for entry in engine.optimizer.optimizer.state.values():
@@ -125,7 +122,24 @@ def _state(engine, contents: list[str]) -> dict[str, torch.Tensor]:
     return state
 
 
-def _compare(folder, state: dict[str, torch.Tensor], stored: dict, contents: list[str]) -> None:
+def stored_tensors(folder: str | Path) -> dict[str, TensorEntry]:
+    """name -> shape and dtype of what the checkpoint holds. Raises MfsdpError for a damaged one, for one whose metadata
+    would run code (torch unpickles it as it is), and for one with pickled objects in it."""
+    found = read_dcp(folder)
+    if found.problems:
+        raise MfsdpError(list(found.problems))
+    if found.objects:
+        raise MfsdpError(_problem(folder, f"{len(found.objects)} pickled objects, among them {found.objects[0]}", "mfsdp stores only tensors"))
+    return {t.name: t for t in found.tensors}
+
+
+def read_into(state: dict[str, torch.Tensor], folder: str | Path, stored: dict[str, TensorEntry], contents: list[str]) -> None:
+    """Fill the tensors of `state`, DTensors or plain ones, in place; strictly, as `load` says. Collective."""
+    _compare(folder, state, stored, contents)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+
+
+def _compare(folder, state: dict[str, torch.Tensor], stored: dict[str, TensorEntry], contents: list[str]) -> None:
     """Raise unless the checkpoint holds exactly the tensors wanted, over all ranks, in the same shapes."""
     mine = {name: tuple(t.shape) for name, t in state.items()}
     everywhere: list = [None] * dist.get_world_size()
@@ -146,15 +160,8 @@ def _compare(folder, state: dict[str, torch.Tensor], stored: dict, contents: lis
         raise MfsdpError(problems)
 
 
-def _require_tensors_only(folder, found) -> None:
-    if found.problems:
-        raise MfsdpError(list(found.problems))
-    if found.objects:
-        raise MfsdpError(_problem(folder, f"{len(found.objects)} pickled objects, among them {found.objects[0]}", "mfsdp stores only tensors"))
-
-
 def _problem(folder, found: str, why: str) -> Problem:
-    return Problem(str(folder), found, why, "resume with the model and save_contents that wrote this checkpoint", code=BAD_INPUT)
+    return Problem(str(folder), found, why, "use the model and save_contents that wrote this checkpoint", code=BAD_INPUT)
 
 
 # ---------------------------------------------------------------- random states

@@ -257,6 +257,17 @@ def build_provider(bridge, settings: EngineSettings, vocab_rows: int, on_cpu: bo
     return provider
 
 
+def plain_model(hf_folder: str, vocab_rows: int, dtype: torch.dtype):
+    """(bridge, [GPTModel]) on one rank, on the CPU, without any wrapper and with uninitialised weights, for an export."""
+    from transformers import AutoConfig
+
+    bridge = bridging.AutoBridge.from_hf_config(AutoConfig.from_pretrained(hf_folder))
+    settings = EngineSettings(dtype=str(dtype).removeprefix("torch."), override_transformer_config={"perform_initialization": False})
+    provider = build_provider(bridge, settings, vocab_rows, on_cpu=True)
+    model = provider.provide_distributed_model(wrap_with_ddp=False, mixed_precision_wrapper=None, use_cpu_initialization=True)
+    return bridge, model
+
+
 def fsdp_config() -> DistributedDataParallelConfig:
     """ZeRO-3 with float32 main weights, gradients and gradient reduction, all written out: the defaults are
     `no_shard` and bfloat16 main gradients, and `grad_reduce_in_fp32` is never read by Megatron-FSDP."""

@@ -67,7 +67,8 @@ def check_export(path: str, out: str, dtype: str, overwrite: bool) -> tuple[Path
 def run_child(command: list[str]) -> int:
     """Run the child with its chatter on our stderr; SIGTERM reaches it too, and Ctrl-C does by itself."""
     parent = os.getpid()
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=lambda: die_with(parent))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}  # an export runs on the CPU
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=environment, preexec_fn=lambda: die_with(parent))
     before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     try:
         code = child.wait()

@@ -22,8 +22,8 @@ from mfsdp_cli.launch.run import ASK_SIGNALS, CONSOLE_MARK, STOP_FILE
 class RankProcess:
     """One rank's attempt. stdout and stderr go to attempt_dir/rankN.log from here on; `say` reaches the console."""
 
-    def __init__(self, attempt_dir: Path, rank: int):
-        self.attempt_dir, self.rank = attempt_dir, rank
+    def __init__(self, attempt_dir: Path, rank: int, local_rank: int):
+        self.attempt_dir, self.rank, self.local_rank = attempt_dir, rank, local_rank
         attempt_dir.mkdir(parents=True, exist_ok=True)
         self._console = os.dup(2)
         log = os.open(attempt_dir / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -41,11 +41,15 @@ class RankProcess:
         """A line for people, from rank 0 only; in the log too."""
         print(text, flush=True)
         if self.rank == 0:
-            os.write(self._console, CONSOLE_MARK + text.encode() + b"\n")
+            try:
+                os.write(self._console, CONSOLE_MARK + text.encode() + b"\n")
+            except BrokenPipeError:  # the launcher is gone: there is nobody to tell, but there may be much to save
+                self._asked = True
 
     def stop_asked(self) -> bool:
-        """Whether this rank was asked to stop; the ranks must agree on the answer before they act on it."""
-        return self._asked or (self.rank == 0 and (self.attempt_dir / STOP_FILE).exists())
+        """Whether this rank was asked to stop; the ranks must agree on the answer before they act on it. One rank a node
+        looks for the launcher's request, since each node has a launcher and an attempt folder of its own."""
+        return self._asked or (self.local_rank == 0 and (self.attempt_dir / STOP_FILE).exists())
 
     def finish(self, result: dict) -> None:
         """The product of the run, for the launcher."""

@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt-dir", type=Path, required=True, help="logs and results of this attempt")
     args = parser.parse_args()
-    process = RankProcess(args.attempt_dir, int(os.environ["RANK"]))
+    process = RankProcess(args.attempt_dir, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
     with process.last_word():
         train(read_resolved(args.config), args.run_dir, process)
 
