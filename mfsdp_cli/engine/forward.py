@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
+from torch.utils.checkpoint import checkpoint
 
+from mfsdp_cli.engine.layers import PackedPositions
 from mfsdp_cli.types import PackedBatch
+
+# Logits are formed in pieces, and formed again in the backward pass, when all of them would be more than this many
+# numbers: 2^30 are 2 GiB in bfloat16, and 8 GiB with the float32 copies that the cross entropy makes.
+MOST_LOGITS = 2**30
 
 
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
@@ -16,13 +21,14 @@ def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     return PackedBatch(**moved)
 
 
-def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
-    return PackedSeqParams(
+def packed_positions(batch: PackedBatch) -> PackedPositions:
+    return PackedPositions(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
+        position_ids=batch.position_ids,
     )
 
 
@@ -34,20 +40,46 @@ def log_probs(model: torch.nn.Module, batch: PackedBatch, vocab_size: int) -> to
     """
 
     def from_hidden(hidden_states, output_layer, output_weight, labels, **_):
-        logits, _ = output_layer(hidden_states, weight=output_weight)
-        _hide_padding(logits, vocab_size)
-        # Megatron's kernel works in float32 whatever the dtype of the logits and changes them in place.
-        return -vocab_parallel_cross_entropy(logits.float(), labels.transpose(0, 1).contiguous())
+        return _label_log_probs(hidden_states, output_layer, output_weight, labels.transpose(0, 1), vocab_size)
 
     out = model(
         input_ids=batch.input_ids.unsqueeze(0),
         position_ids=batch.position_ids.unsqueeze(0),
         attention_mask=None,
         labels=batch.labels.unsqueeze(0),
-        packed_seq_params=packed_seq_params(batch),
+        packed_seq_params=packed_positions(batch),
         output_processor=from_hidden,
     )
     return out.view(-1)
+
+
+def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, vocab_size: int) -> torch.Tensor:
+    """[T, 1] from hidden states [T or T / tp, 1, H] and labels [T, 1]."""
+
+    def piece(hidden, labels):
+        logits, _ = output_layer(hidden, weight=output_weight)
+        _hide_padding(logits, vocab_size)
+        # Megatron's kernel works in float32 whatever the dtype of the logits, and changes them in place.
+        return -vocab_parallel_cross_entropy(logits.float(), labels.contiguous())
+
+    columns = output_layer.output_size_per_partition
+    tokens = max(1, MOST_LOGITS // 4 // columns)
+    if len(labels_T) * columns <= MOST_LOGITS:
+        return piece(hidden_TH, labels_T)
+    split_sequence = output_layer.sequence_parallel
+    if split_sequence:
+        # The layer would gather the sequence by itself, and cannot be given a part of it. Without sequence parallelism
+        # it sums its input's gradient over the ranks, so the gather's backward must only cut out this rank's share.
+        hidden_TH = gather_from_sequence_parallel_region(hidden_TH, tensor_parallel_output_grad=False)
+
+    def part(hidden, labels):
+        output_layer.sequence_parallel = False
+        try:
+            return piece(hidden, labels)
+        finally:
+            output_layer.sequence_parallel = split_sequence
+
+    return torch.cat([checkpoint(part, h, y, use_reentrant=False) for h, y in zip(hidden_TH.split(tokens), labels_T.split(tokens))])
 
 
 def _hide_padding(logits: torch.Tensor, vocab_size: int) -> None:

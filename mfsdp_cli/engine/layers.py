@@ -1,14 +1,21 @@
 """Layers for machines without TransformerEngine: attention over packed sequences, RMSNorm, and the layer spec with both.
 
 Megatron-Core's own local layers do not do: its attention refuses packed sequences and builds the s x s matrix
-(transformer/dot_product_attention.py), its norm refuses sequence parallelism (transformer/torch_norm.py).
+(transformer/dot_product_attention.py), its norm refuses sequence parallelism (transformer/torch_norm.py), and its rotary
+embedding goes through a packed batch sequence by sequence, with a wait for the GPU in each layer (models/common/
+embeddings/rope_utils.py, _apply_rotary_pos_emb_thd).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
+from megatron.core.jit import jit_fuser
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 _NORMS_OF_A_LAYER = ("input_layernorm", "pre_mlp_layernorm")
@@ -16,7 +23,7 @@ _NORMS_OF_ATTENTION = ("q_layernorm", "k_layernorm")
 
 
 class RMSNorm(torch.nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight, computed in float32 as transformers' Qwen2RMSNorm and LlamaRMSNorm do."""
+    """y = x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **kwargs):
         super().__init__()
@@ -30,9 +37,42 @@ class RMSNorm(torch.nn.Module):
         torch.nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x.float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * h.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass
+class PackedPositions(PackedSeqParams):
+    """Megatron's description of a packed batch, and where its tokens stand.
+
+    position_ids  int64 [T], from 0 in each sequence
+    frequencies   float32 [max_seqlen, 1, 1, d], of the model's rotary embedding; set by the first layer
+    """
+
+    position_ids: torch.Tensor | None = None
+    frequencies: torch.Tensor | None = None
+
+    def cos_sin(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, 1, d] each, computed by the first layer that asks."""
+        if not hasattr(self, "_cos_sin"):
+            angles = self.frequencies[self.position_ids].squeeze(1)
+            self._cos_sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return self._cos_sin
+
+
+class PackedSelfAttention(SelfAttention):
+    """Megatron's attention with the rotary embedding left to the core, which applies it to all sequences at once."""
+
+    def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, packed_seq_params=None, **kwargs):
+        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "only packed sequences reach this layer"
+        packed_seq_params.frequencies = rotary_pos_emb
+        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs)
+
+
+@jit_fuser
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [T, heads, d] by cos and sin [T, 1, d], halves convention (transformers' apply_rotary_pos_emb)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class PackedAttention(torch.nn.Module):
@@ -46,10 +86,12 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         assert config.context_parallel_size == 1, "context parallelism needs TransformerEngine"
         assert config.attention_dropout == 0.0 and config.window_size is None, "dropout and sliding windows are not implemented"
+        assert not config.rotary_interleaved, "interleaved rotary embeddings are not implemented"
         self.scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
-        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "only packed sequences reach this layer"
+        cos, sin = packed_seq_params.cos_sin(query.dtype)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         attend = self._varlen if query.is_cuda else self._one_by_one
         return attend(query, key, value, packed_seq_params).flatten(1)
 
@@ -78,6 +120,7 @@ def packed_layer_spec(config) -> TransformerBlockSubmodules:
     )
     for name in _NORMS_OF_A_LAYER:
         setattr(spec.submodules, name, RMSNorm)
+    spec.submodules.self_attention.module = PackedSelfAttention
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

@@ -303,11 +303,22 @@ def build_optimizer(model: list, optim: OptimSettings, dtype: torch.dtype):
         params_dtype=dtype,
     )
     optimizer = get_megatron_optimizer(config, model)
-    # Torch's AdamW makes the state of a parameter at its first gradient, which a parameter whose shard on this rank is
-    # empty never gets: ranks would hold different sets of names, and the collectives of a save or load would hang. A
-    # template made by Megatron's way, a step with zero gradients, would decay the weights.
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            zeros = {"exp_avg": torch.zeros_like(param.data), "exp_avg_sq": torch.zeros_like(param.data)}
-            optimizer.optimizer.state[param] = {"step": torch.tensor(0.0), **zeros}
+    prepare_adam(optimizer)
     return optimizer
+
+
+def prepare_adam(optimizer) -> None:
+    """Give every parameter its moments now, and on a GPU choose torch's fused kernel.
+
+    Torch's AdamW makes the state of a parameter at its first gradient, which a parameter whose shard on this rank is
+    empty never gets: ranks would hold different sets of names, and the collectives of a save or load would hang. A
+    template made by Megatron's way, a step with zero gradients, would decay the weights.
+    """
+    adam = optimizer.optimizer
+    fused = isinstance(adam, torch.optim.AdamW) and not bridging.ON_CPU
+    for group in adam.param_groups:
+        if fused:
+            group.update(fused=True, foreach=False)
+        for param in group["params"]:
+            step = torch.zeros((), device=param.device if fused else "cpu")
+            adam.state[param] = {"step": step, "exp_avg": torch.zeros_like(param.data), "exp_avg_sq": torch.zeros_like(param.data)}
