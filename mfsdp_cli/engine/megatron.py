@@ -303,6 +303,9 @@ def build_optimizer(model: list, optim: OptimSettings, dtype: torch.dtype):
         params_dtype=dtype,
     )
     optimizer = get_megatron_optimizer(config, model)
+    for group in optimizer.param_groups:
+        # Megatron leaves this to its parameter scheduler, which is not used here; the factor is 0 for biases and norms.
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
     prepare_adam(optimizer)
     return optimizer
 

@@ -1,0 +1,32 @@
+"""Megatron is imported once, before the first fork; tiny models are made once each."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the launcher sets it; its threads would not survive a fork
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests run over gloo on any machine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def megatron():
+    import mfsdp_cli.engine.megatron  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """tiny("qwen2") -> folder of a model named in models.FAMILIES; keywords go to make_tiny_model."""
+    from models import FAMILIES
+    from make_tiny_model import make_tiny_model
+
+    made: dict = {}
+
+    def get(name: str = "qwen2", **options):
+        key = (name, *sorted(options.items()))
+        if key not in made:
+            made[key] = make_tiny_model(tmp_path_factory.mktemp("model") / name, **FAMILIES[name], **options)
+        return made[key]
+
+    return get
