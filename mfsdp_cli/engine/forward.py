@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_cli.engine.layers import PackedPositions
+from mfsdp_cli.engine.vocab_parallel import label_log_probs
 from mfsdp_cli.types import PackedBatch
 
 # Logits are formed in pieces, and formed again in the backward pass, when all of them would be more than this many
-# numbers: 2^30 are 2 GiB in bfloat16, and 8 GiB with the float32 copies that the cross entropy makes.
-MOST_LOGITS = 2**30
+# numbers: 2^31 are 4 GiB in bfloat16.
+MOST_LOGITS = 2**31
 
 
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
@@ -40,7 +40,7 @@ def log_probs(model: torch.nn.Module, batch: PackedBatch, vocab_size: int) -> to
     """
 
     def from_hidden(hidden_states, output_layer, output_weight, labels, **_):
-        return _label_log_probs(hidden_states, output_layer, output_weight, labels.transpose(0, 1), vocab_size)
+        return _label_log_probs(hidden_states, output_layer, output_weight, labels.view(-1), vocab_size)
 
     out = model(
         input_ids=batch.input_ids.unsqueeze(0),
@@ -50,17 +50,15 @@ def log_probs(model: torch.nn.Module, batch: PackedBatch, vocab_size: int) -> to
         packed_seq_params=packed_positions(batch),
         output_processor=from_hidden,
     )
-    return out.view(-1)
+    return out
 
 
 def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, vocab_size: int) -> torch.Tensor:
-    """[T, 1] from hidden states [T or T / tp, 1, H] and labels [T, 1]."""
+    """float32 [T] from hidden states [T or T / tp, 1, H] and labels [T]."""
 
     def piece(hidden, labels):
         logits, _ = output_layer(hidden, weight=output_weight)
-        _hide_padding(logits, vocab_size)
-        # Megatron's kernel works in float32 whatever the dtype of the logits, and changes them in place.
-        return -vocab_parallel_cross_entropy(logits.float(), labels.contiguous())
+        return label_log_probs(logits.squeeze(1), labels, vocab_size)
 
     columns = output_layer.output_size_per_partition
     tokens = max(1, MOST_LOGITS // 4 // columns)
@@ -80,14 +78,3 @@ def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, vocab_siz
             output_layer.sequence_parallel = split_sequence
 
     return torch.cat([checkpoint(part, h, y, use_reentrant=False) for h, y in zip(hidden_TH.split(tokens), labels_T.split(tokens))])
-
-
-def _hide_padding(logits: torch.Tensor, vocab_size: int) -> None:
-    """Give the padding columns of this rank's part of the vocabulary, [T, 1, V / tp], a probability of zero, in place."""
-    columns = logits.shape[-1]
-    if columns * get_tensor_model_parallel_world_size() == vocab_size:
-        return
-    first = get_tensor_model_parallel_rank() * columns
-    real = min(max(vocab_size - first, 0), columns)
-    if real < columns:
-        logits[..., real:] = torch.finfo(logits.dtype).min

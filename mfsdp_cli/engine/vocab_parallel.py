@@ -1,0 +1,70 @@
+"""The log-probability of a label when each tensor-parallel rank holds a part of the logits.
+
+Same mathematics as megatron/core/tensor_parallel/cross_entropy.py, which makes a float32 copy of the logits and passes
+over it six times; here the logits stay in their dtype and each pass is one fused kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.jit import jit_fuser
+from megatron.core.parallel_state import get_tensor_model_parallel_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+
+def label_log_probs(logits_TV: torch.Tensor, labels_T: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """log softmax(logits)[t, labels[t]] over the whole vocabulary, float32 [T].
+
+    logits_TV   this rank's columns [T, V / tp]; overwritten by their gradient in the backward pass
+    vocab_size  real rows of the vocabulary: columns beyond are padding, which gets no probability and no gradient
+    """
+    return _LabelLogProbs.apply(logits_TV, labels_T, vocab_size)
+
+
+@jit_fuser
+def _largest(logits: torch.Tensor) -> torch.Tensor:
+    return logits.amax(-1).float()
+
+
+@jit_fuser
+def _sum_of_exponentials(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    return (logits.float() - largest[:, None]).exp().sum(-1)
+
+
+@jit_fuser
+def _gradient_(logits: torch.Tensor, columns: torch.Tensor, log_total: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """grad * (one_hot(label) - softmax), in place. `columns` [T] holds the label's column here, -1 if it is another rank's."""
+    softmax = (logits.float() - log_total[:, None]).exp()
+    is_label = torch.arange(logits.shape[-1], device=logits.device)[None, :] == columns[:, None]
+    return logits.copy_(grad[:, None] * (is_label.float() - softmax))
+
+
+class _LabelLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, vocab_size):
+        width = logits.shape[-1]
+        group, ranks = get_tensor_model_parallel_group(), get_tensor_model_parallel_world_size()
+        first = get_tensor_model_parallel_rank() * width
+        real = logits[:, : min(max(vocab_size - first, 0), width)]
+        largest = _largest(real) if real.shape[-1] else torch.full(labels.shape, -torch.inf, device=logits.device)
+        if ranks > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        columns = labels - first
+        mine = (columns >= 0) & (columns < width)
+        columns = torch.where(mine, columns, -1)
+        label_logits = torch.where(mine, logits.gather(-1, columns.clamp(min=0)[:, None])[:, 0].float(), 0.0)
+        sums = torch.stack((_sum_of_exponentials(real, largest), label_logits))
+        if ranks > 1:
+            dist.all_reduce(sums, group=group)
+        log_total = largest + sums[0].log()
+        ctx.logits, ctx.num_real = logits, real.shape[-1]
+        ctx.save_for_backward(columns, log_total)
+        return sums[1] - log_total
+
+    @staticmethod
+    def backward(ctx, grad):
+        columns, log_total = ctx.saved_tensors
+        logits, ctx.logits = ctx.logits, None
+        logits[:, ctx.num_real :] = 0
+        _gradient_(logits[:, : ctx.num_real], columns, log_total, grad)
+        return logits, None, None
