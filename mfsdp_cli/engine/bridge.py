@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mfsdp_cli.engine import cpu
+from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
 ON_CPU = not torch.cuda.is_available()
 if ON_CPU:
@@ -87,31 +88,68 @@ def open_model(path: str, trust_remote_code: bool = False) -> AutoBridge:
     return AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
 
 
-def expected_names(bridge: AutoBridge) -> set[str]:
-    """Names of the tensors in the source model's safetensors index."""
-    return set(bridge.hf_pretrained.state.source.get_all_keys())
-
-
 def load_hf_weights(bridge: AutoBridge, model: list) -> None:
-    """Copy the source model's weights into `model` (unwrapped, or wrapped and not yet run), refusing a partial load.
+    """Copy the source model's weights into `model` (unwrapped, or wrapped and not yet run). Collective.
 
-    Bridge only warns about a parameter without a source tensor and says nothing of a source tensor that no parameter
-    takes (model_bridge.py, build_conversion_tasks), so both sets are compared here.
+    Raises MfsdpError on every rank rather than load in part. Bridge only warns about a parameter without a source tensor,
+    says nothing of a source tensor that no parameter takes (model_bridge.py, build_conversion_tasks), and copies what has
+    another shape as long as it is not too short, so names and shapes are compared here.
     """
     from megatron.core.utils import unwrap_model
 
     tasks = [t for t in bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, unwrap_model(model)) if t is not None]
     built = {_bare(name) for chunk in unwrap_model(model) for name, _ in chunk.named_parameters()}
-    if missing := built - {_bare(t.param_name) for t in tasks}:
-        raise ValueError(f"{len(missing)} parameters of the model have no source tensor, among them {sorted(missing)[:5]}")
-    taken = [h for t in tasks for h in ([t.mapping.hf_param] if isinstance(t.mapping.hf_param, str) else t.mapping.hf_param.values())]
+    assert built <= {_bare(t.param_name) for t in tasks}, "Bridge does not know all of the model's parameters"
+    shapes = source_shapes(bridge)
     everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, taken)  # each expert-parallel rank takes its own experts
-    unused = expected_names(bridge) - set().union(*everywhere)
-    unused = {n for n in unused if not _is_tied_copy(bridge, n) and not n.endswith("rotary_emb.inv_freq")}
-    if unused:
-        raise ValueError(f"{len(unused)} tensors of the source model would be dropped, among them {sorted(unused)[:5]}")
+    # each expert-parallel rank knows its own experts
+    dist.all_gather_object(everywhere, ({h for t in tasks for h in _sources(t)}, _misfits(bridge, tasks, shapes)))
+    needed = set().union(*(part[0] for part in everywhere))
+    problems = {f"{name} is missing": "the model needs it" for name in needed - shapes.keys()}
+    problems |= {f"{name} is superfluous": "no parameter of the model takes it" for name in shapes.keys() - needed
+                 if not _is_tied_copy(bridge, name) and not name.endswith("rotary_emb.inv_freq")}
+    problems |= {found: why for part in everywhere for found, why in part[1].items()}
+    if problems:
+        raise MfsdpError([Problem(str(bridge.hf_pretrained.model_name_or_path), found, why, "use a folder whose weights belong to its config.json",
+                                  code=BAD_INPUT) for found, why in sorted(problems.items())])
     bridge.load_hf_weights(model)
+
+
+def source_shapes(bridge: AutoBridge) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape in the source model's safetensors files. Reads their headers only."""
+    from safetensors import safe_open
+
+    source, shapes = bridge.hf_pretrained.state.source, {}
+    names = set(source.get_all_keys())  # of the index, when there is one
+    for file in sorted(source.path.glob("*.safetensors")):
+        with safe_open(file, "pt") as reader:
+            shapes |= {name: tuple(reader.get_slice(name).get_shape()) for name in names.intersection(reader.keys())}
+    return shapes
+
+
+def _sources(task) -> list[str]:
+    hf_param = task.mapping.hf_param
+    return [hf_param] if isinstance(hf_param, str) else list(hf_param.values())
+
+
+def _misfits(bridge: AutoBridge, tasks: list, shapes: dict) -> dict[str, str]:
+    """Source tensors that do not make up, one above the other, the parameter they are for, split over ranks or not."""
+    problems = {}
+    for task in tasks:
+        parts = [(name, shapes[name]) for name in _sources(task) if name in shapes]
+        if task.megatron_module is None or len(parts) < len(_sources(task)):
+            continue
+        whole = list(task.param_weight.shape)
+        config = task.megatron_module.config
+        if task.param_name.endswith(("word_embeddings.weight", "output_layer.weight")):  # split over ranks, and padded
+            allowed = [[bridge.hf_pretrained.config.vocab_size, *whole[1:]]]
+        else:
+            splits = {1, config.tensor_model_parallel_size, config.expert_tensor_parallel_size}
+            allowed = [[n * (split if axis == i else 1) for i, n in enumerate(whole)] for split in splits for axis in range(len(whole))]
+        if [sum(shape[0] for _, shape in parts), *parts[0][1][1:]] not in allowed or len({shape[1:] for _, shape in parts}) > 1:
+            found = ", ".join(f"{name} is {list(shape)}" for name, shape in parts)
+            problems[found] = f"by config.json one rank's part of it is {whole}"
+    return problems
 
 
 def _bare(name: str) -> str:

@@ -18,6 +18,7 @@ DENSE = [
     Layout(ranks=2, tp=2, sp=False, num_micro=2),
     Layout(ranks=2, tp=2, sp=True, num_micro=2),
     Layout(ranks=4, tp=2, num_micro=2),
+    Layout(ranks=4, tp=4),  # more ranks than the two key-value heads
 ]
 MIXTURE = [
     Layout(num_micro=2),
