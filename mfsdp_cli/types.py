@@ -57,3 +57,43 @@ class PackedBatch:
     max_seqlen: int
     num_real_tokens: int
     rows: tuple[int, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of reinforcement-learning data, rendered up to where the assistant is to speak."""
+
+    row: int
+    messages: list[dict]
+    input_ids: np.ndarray  # int64 [P]
+    data_source: str
+    ground_truth: str
+    extra_info: dict
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled answer to a prompt.
+
+    input_ids        int64 [R], the response alone, end-of-turn token included when it was sampled; may be empty
+    log_probs        float32 [R], log-probability of each token under the distribution it was sampled from
+    text             decoded without special tokens
+    is_truncated     ended at max_response_length, not at an end-of-turn token
+    weight_version   number of weight updates the sampler had received
+    """
+
+    input_ids: np.ndarray
+    log_probs: np.ndarray
+    text: str
+    is_truncated: bool
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A prompt, one response, and what was made of it on the way to the loss. `group` numbers the prompts of a batch."""
+
+    prompt: Prompt
+    response: Response
+    group: int
+    index: int  # of the response in its group
