@@ -248,7 +248,7 @@ def reference_log_probs(model, vocab_size: int):
         cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32), max_seqlen=len(ids), num_real_tokens=len(ids),
     )
     with torch.no_grad():
-        return forward.log_probs(model.eval(), batch, vocab_size)[:-1].float()
+        return forward.log_probs(model.eval(), batch, vocab_size)[0][:-1].float()
 
 
 def forward_problems(folder: Path, mine) -> tuple[float, list[Problem]]:

@@ -1,4 +1,4 @@
-"""From a packed batch to the log-probability of each label, over a vocabulary split across tensor-parallel ranks."""
+"""From a packed batch to the log-probability of each label and the entropy, over a vocabulary split across tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ def packed_positions(batch: PackedBatch) -> PackedPositions:
     )
 
 
-def log_probs(model: torch.nn.Module, batch: PackedBatch, vocab_size: int) -> torch.Tensor:
-    """log p(labels[t] | input_ids[..t]) for every token, float32 [T]; meaningless where target_mask is 0.
+def log_probs(model: torch.nn.Module, batch: PackedBatch, vocab_size: int, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p(labels[t] | input_ids[..t]) for every token, meaningless where target_mask is 0, and the entropy of the
+    distribution at t; float32 [T] each.
 
-    `model` is the wrapped GPTModel, `vocab_size` the number of real rows of its vocabulary: columns beyond it are
-    padding and get no probability, as if they did not exist.
+    model        the wrapped GPTModel
+    vocab_size   real rows of its vocabulary: columns beyond are padding and get no probability, as if they did not exist
+    temperature  the logits are divided by it, so that the probabilities are those that were sampled from
     """
 
     def from_hidden(hidden_states, output_layer, output_weight, labels, **_):
-        return _label_log_probs(hidden_states, output_layer, output_weight, labels.view(-1), vocab_size)
+        return _label_log_probs(hidden_states, output_layer, output_weight, labels.view(-1), vocab_size, temperature)
 
     out = model(
         input_ids=batch.input_ids.unsqueeze(0),
@@ -50,15 +52,16 @@ def log_probs(model: torch.nn.Module, batch: PackedBatch, vocab_size: int) -> to
         packed_seq_params=packed_positions(batch),
         output_processor=from_hidden,
     )
-    return out
+    return out[0], out[1]
 
 
-def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, vocab_size: int) -> torch.Tensor:
-    """float32 [T] from hidden states [T or T / tp, 1, H] and labels [T]."""
+def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, vocab_size: int, temperature: float) -> torch.Tensor:
+    """float32 [2, T], log-probabilities and entropies, from hidden states [T or T / tp, 1, H] and labels [T]."""
 
     def piece(hidden, labels):
         logits, _ = output_layer(hidden, weight=output_weight)
-        return label_log_probs(logits.squeeze(1), labels, vocab_size)
+        logits = logits.squeeze(1)
+        return torch.stack(label_log_probs(logits if temperature == 1.0 else logits / temperature, labels, vocab_size))
 
     columns = output_layer.output_size_per_partition
     tokens = max(1, MOST_LOGITS // 4 // columns)
@@ -77,4 +80,5 @@ def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, vocab_siz
         finally:
             output_layer.sequence_parallel = split_sequence
 
-    return torch.cat([checkpoint(part, h, y, use_reentrant=False) for h, y in zip(hidden_TH.split(tokens), labels_T.split(tokens))])
+    pieces = zip(hidden_TH.split(tokens), labels_T.split(tokens))
+    return torch.cat([checkpoint(part, h, y, use_reentrant=False) for h, y in pieces], dim=1)

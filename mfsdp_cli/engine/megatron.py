@@ -66,7 +66,7 @@ class MegatronEngine:
     """One rank's part of the model. Every method that runs the model or touches weights is collective.
 
     model_path        Hugging Face folder or hub id: configuration, and weights when `load_weights`
-    optim             None: no optimizer (evaluation)
+    optim             None: a frozen model, for evaluation
     vocab_rows        rows of the embedding fixed by a checkpoint; None: `padded_vocab_size`
     """
 
@@ -90,6 +90,9 @@ class MegatronEngine:
         self.vocab_rows = vocab_rows or padded_vocab_size(self.vocab_size, settings.tensor_model_parallel_size)
         model_parallel_cuda_manual_seed(seed)
         provider = build_provider(self.bridge, settings, self.vocab_rows, on_cpu=device.type == "cpu")
+        if optim is None:
+            # Before the wrapper sees it: then only the shard in the model's dtype exists, no float32 weights, no gradients.
+            provider.register_pre_wrap_hook(freeze)
         self.model = provider.provide_distributed_model(
             ddp_config=fsdp_config(),
             use_megatron_fsdp=True,
@@ -125,15 +128,21 @@ class MegatronEngine:
 
     # --- training -----------------------------------------------------------------------------------------------
 
-    def forward_backward(
-        self, micro_batches: list[PackedBatch], loss_fn: Callable[[torch.Tensor, PackedBatch], torch.Tensor]
-    ) -> torch.Tensor:
+    def forward_backward(self, micro_batches: list[PackedBatch], loss_fn: Callable[..., torch.Tensor], temperature: float = 1.0,
+                         with_entropy: bool = False) -> torch.Tensor:
         """Run the micro batches and leave in the gradient buffers the sum over them and over all data-parallel ranks.
 
-        loss_fn(log_probs [T], batch) -> scalar, already divided by the *global* number of targets: gradients are
-        summed over ranks, never averaged (`calculate_per_token_loss`), so that an uneven token count changes nothing.
+        loss_fn(log_probs [T], batch) -> scalar, and loss_fn(log_probs, batch, entropy [T]) with `with_entropy`; already
+        divided by the *global* number of targets: gradients are summed over ranks, never averaged
+        (`calculate_per_token_loss`), so that an uneven token count changes nothing.
         Returns this rank's summed loss, detached.
         """
+        def one(batch):
+            log_probs, entropy = forward.log_probs(self.module, batch, self.vocab_size, temperature)
+            loss = loss_fn(log_probs, batch, entropy) if with_entropy else loss_fn(log_probs, batch)
+            loss.backward()
+            return loss.detach()
+
         assert self.optimizer is not None
         self.optimizer.zero_grad()
         self.module.zero_grad_buffer()
@@ -143,16 +152,11 @@ class MegatronEngine:
             batch = forward.to_device(batch, self.device)
             if number < len(micro_batches):
                 with self.module.no_sync():
-                    total += self._one(batch, loss_fn)
+                    total += one(batch)
             else:
-                total += self._one(batch, loss_fn)
+                total += one(batch)
         finalize_model_grads(self.model)
         return total
-
-    def _one(self, batch, loss_fn):
-        loss = loss_fn(forward.log_probs(self.module, batch, self.vocab_size), batch)
-        loss.backward()
-        return loss.detach()
 
     @torch.no_grad()
     def optimizer_step(self, lr: float) -> float:
@@ -186,11 +190,11 @@ class MegatronEngine:
     # --- evaluation ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def log_probs(self, micro_batches: list[PackedBatch]) -> Iterator[torch.Tensor]:
+    def log_probs(self, micro_batches: list[PackedBatch], temperature: float = 1.0) -> Iterator[torch.Tensor]:
         """Log-probability of each label, float32 [T] a micro batch. Collective: iterate to the end on every rank."""
         self.module.eval()
         for batch in micro_batches:
-            yield forward.log_probs(self.module, forward.to_device(batch, self.device), self.vocab_size)
+            yield forward.log_probs(self.module, forward.to_device(batch, self.device), self.vocab_size, temperature)[0]
 
     # --- weights ------------------------------------------------------------------------------------------------
 
@@ -202,6 +206,12 @@ class MegatronEngine:
         """
         self.module.synchronize_param_gather()
         yield from bridging.export_weights(self.bridge, self.model, self.vocab_size, dtype or self.dtype)
+
+
+def freeze(model: list) -> list:
+    for chunk in model:
+        chunk.requires_grad_(False)
+    return model
 
 
 def _sequence_parallel(settings: EngineSettings) -> bool:

@@ -1,4 +1,4 @@
-"""The log-probability of a label when each tensor-parallel rank holds a part of the logits.
+"""The log-probability of a label, and the entropy, when each tensor-parallel rank holds a part of the logits.
 
 Same mathematics as megatron/core/tensor_parallel/cross_entropy.py, which makes a float32 copy of the logits and passes
 over it six times; here the logits stay in their dtype and each pass is one fused kernel.
@@ -12,8 +12,8 @@ from megatron.core.jit import jit_fuser
 from megatron.core.parallel_state import get_tensor_model_parallel_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 
-def label_log_probs(logits_TV: torch.Tensor, labels_T: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """log softmax(logits)[t, labels[t]] over the whole vocabulary, float32 [T].
+def label_log_probs(logits_TV: torch.Tensor, labels_T: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """log softmax(logits)[t, labels[t]] over the whole vocabulary, and the entropy of that distribution, float32 [T] each.
 
     logits_TV   this rank's columns [T, V / tp]; overwritten by their gradient in the backward pass
     vocab_size  real rows of the vocabulary: columns beyond are padding, which gets no probability and no gradient
@@ -27,16 +27,23 @@ def _largest(logits: torch.Tensor) -> torch.Tensor:
 
 
 @jit_fuser
-def _sum_of_exponentials(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    return (logits.float() - largest[:, None]).exp().sum(-1)
+def _sums(logits: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of exp(z - largest), and of that times z - largest."""
+    shifted = logits.float() - largest[:, None]
+    weights = shifted.exp()
+    return weights.sum(-1), (weights * shifted).sum(-1)
 
 
 @jit_fuser
-def _gradient_(logits: torch.Tensor, columns: torch.Tensor, log_total: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """grad * (one_hot(label) - softmax), in place. `columns` [T] holds the label's column here, -1 if it is another rank's."""
-    softmax = (logits.float() - log_total[:, None]).exp()
+def _gradient_(logits: torch.Tensor, columns: torch.Tensor, log_total: torch.Tensor, mean: torch.Tensor,
+               grad: torch.Tensor, grad_entropy: torch.Tensor) -> torch.Tensor:
+    """In place: grad * (one_hot(label) - p) - grad_entropy * p * (z - mean), p = softmax(z), mean = sum of p * z.
+
+    `columns` [T] holds the label's column here, -1 if it is another rank's."""
+    z = logits.float()
+    p = (z - log_total[:, None]).exp()
     is_label = torch.arange(logits.shape[-1], device=logits.device)[None, :] == columns[:, None]
-    return logits.copy_(grad[:, None] * (is_label.float() - softmax))
+    return logits.copy_(grad[:, None] * (is_label.float() - p) - grad_entropy[:, None] * p * (z - mean[:, None]))
 
 
 class _LabelLogProbs(torch.autograd.Function):
@@ -53,18 +60,19 @@ class _LabelLogProbs(torch.autograd.Function):
         mine = (columns >= 0) & (columns < width)
         columns = torch.where(mine, columns, -1)
         label_logits = torch.where(mine, logits.gather(-1, columns.clamp(min=0)[:, None])[:, 0].float(), 0.0)
-        sums = torch.stack((_sum_of_exponentials(real, largest), label_logits))
+        sums = torch.stack((*_sums(real, largest), label_logits))
         if ranks > 1:
             dist.all_reduce(sums, group=group)
-        log_total = largest + sums[0].log()
+        log_sum, mean_shifted = sums[0].log(), sums[1] / sums[0]
+        log_total, mean = largest + log_sum, largest + mean_shifted
         ctx.logits, ctx.num_real = logits, real.shape[-1]
-        ctx.save_for_backward(columns, log_total)
-        return sums[1] - log_total
+        ctx.save_for_backward(columns, log_total, mean)
+        return sums[2] - log_total, log_sum - mean_shifted
 
     @staticmethod
-    def backward(ctx, grad):
-        columns, log_total = ctx.saved_tensors
+    def backward(ctx, grad, grad_entropy):
+        columns, log_total, mean = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
         logits[:, ctx.num_real :] = 0
-        _gradient_(logits[:, : ctx.num_real], columns, log_total, grad)
+        _gradient_(logits[:, : ctx.num_real], columns, log_total, mean, grad, grad_entropy)
         return logits, None, None
