@@ -87,7 +87,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
             validate()
         for step in range(position.step + 1, total_steps + 1):
             started = time.monotonic()
-            batch = next(stream)
+            epoch, batch = stream.epoch, next(stream)
             num_targets = sum(sample.num_targets for sample in batch)
             micro_batches = pack_mine(batch, settings, engine)
             data_s = time.monotonic() - started
@@ -108,7 +108,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
             num_tokens = sum(sample.num_tokens for sample in batch)
             step_s = time.monotonic() - started
             record = {
-                "step": step, "total_steps": total_steps, "epoch": stream.epoch, "samples_consumed": position.samples_consumed,
+                "step": step, "total_steps": total_steps, "epoch": epoch, "samples_consumed": position.samples_consumed,
                 "loss": loss.item(), "lr": lr, "grad_norm": grad_norm, "num_tokens": num_tokens, "num_targets": num_targets,
                 "num_micro_batches": len(micro_batches), "step_s": step_s, "data_s": data_s, "memory_gib": memory_gib,
                 **meter.add(step, num_tokens, step_s),
