@@ -90,10 +90,19 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """A prompt, one response, and what was made of it on the way to the loss. `group` numbers the prompts of a batch."""
+class Experience:
+    """All that a trainer rank needs of one response. Arrays run over the response's tokens, [R].
 
-    prompt: Prompt
-    response: Response
-    group: int
-    index: int  # of the response in its group
+    sample             prompt and response; loss_mask True on the response
+    mask               bool, tokens that count in the loss
+    rollout_log_probs  float32, the sampler's
+    old_log_probs      float32, the trainer's before the update; None: those of the update's own forward pass
+    ref_log_probs      float32, the reference's; None: not needed
+    """
+
+    sample: Sample
+    mask: np.ndarray
+    rollout_log_probs: np.ndarray
+    advantage: float
+    old_log_probs: np.ndarray | None = None
+    ref_log_probs: np.ndarray | None = None

@@ -8,6 +8,7 @@ building through a provider never passes; those that settings decide are restate
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -31,20 +32,22 @@ class NonFiniteGradient(ArithmeticError):
     """The global gradient norm is NaN or infinite; nothing was applied."""
 
 
-def init_distributed(settings: EngineSettings, timeout_s: int) -> torch.device:
+def init_distributed(settings: EngineSettings, timeout_s: int, *, init_method: str = "env://", rank: int = -1, world_size: int = -1,
+                     local_rank: int | None = None) -> torch.device:
     """Join the process group and lay out the ranks. Returns this rank's device.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
+    As torchrun wants it, everything comes from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; otherwise the
+    arguments are those of torch.distributed.init_process_group, and local_rank the number of the GPU.
     """
-    import os
-
     if settings.device == "cuda" and bridging.ON_CPU:
         raise ValueError("engine.device is cuda, but torch sees no GPU")
-    device = torch.device("cpu") if bridging.ON_CPU else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if local_rank is None else local_rank
+    device = torch.device("cpu") if bridging.ON_CPU else torch.device("cuda", local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timedelta(seconds=timeout_s))
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
         context_parallel_size=settings.context_parallel_size,
@@ -116,6 +119,10 @@ class MegatronEngine:
     @property
     def dp_size(self) -> int:
         return mpu.get_data_parallel_world_size()
+
+    @property
+    def tp_rank(self) -> int:
+        return mpu.get_tensor_model_parallel_rank()
 
     @property
     def dp_group(self):

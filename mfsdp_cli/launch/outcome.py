@@ -102,11 +102,11 @@ def _without_result(attempt: Attempt, common: dict, stop_signal: int | None) -> 
 def _failed(attempt: Attempt, common: dict, failures: list[dict]) -> Outcome:
     """The earliest failure is the cause; the others mostly follow from it."""
     first = failures[0]
-    rank = first.get("rank")
+    name = first.get("name") or f"rank{first.get('rank')}"
     others = f" ({len(failures) - 1} more ranks failed after it)" if len(failures) > 1 else ""
-    message = f"rank {rank} failed{others}: {first.get('type', 'error')}: {first.get('message', '')}"
+    message = f"{re.sub(r'^rank(?=[0-9])', 'rank ', name)} failed{others}: {first.get('type', 'error')}: {first.get('message', '')}"
     _write_failure(attempt, {**first, "failed_ranks": [f.get("rank") for f in failures]})
-    log, tail = _tail(attempt.path / f"rank{rank}.log", attempt.log)
+    log, tail = _tail(attempt.path / f"{name}.log", attempt.log)
     problems = [Problem(**p) for p in first.get("problems") or []]
     return Outcome(first.get("exit_code") or RUN_FAILED, "failed", message=message, problems=problems, log=log, log_tail=tail, **common)
 
@@ -150,7 +150,7 @@ def describe(outcome: Outcome) -> str:
 
 
 def _failures(folder: Path) -> list[dict]:
-    found = [_read_json(path) for path in folder.glob("failure-rank*.json")]
+    found = [_read_json(path) for path in folder.glob("failure-*.json")]
     return sorted((f for f in found if f is not None), key=lambda f: f.get("time") or 0.0)
 
 

@@ -20,18 +20,21 @@ from mfsdp_cli.launch.run import ASK_SIGNALS, CONSOLE_MARK, STOP_FILE
 
 
 class RankProcess:
-    """One rank's attempt. stdout and stderr go to attempt_dir/rankN.log from here on; `say` reaches the console."""
+    """One process of an attempt. stdout and stderr go to attempt_dir/NAME.log from here on; `say` reaches the console.
 
-    def __init__(self, attempt_dir: Path, rank: int, local_rank: int):
-        self.attempt_dir, self.rank, self.local_rank = attempt_dir, rank, local_rank
+    name  rankN unless given; a process with a name of its own (an actor of Ray's) leaves signals to its parent
+    """
+
+    def __init__(self, attempt_dir: Path, rank: int, local_rank: int, name: str | None = None):
+        self.attempt_dir, self.rank, self.local_rank, self.name = attempt_dir, rank, local_rank, name or f"rank{rank}"
         attempt_dir.mkdir(parents=True, exist_ok=True)
         self._console = os.dup(2)
-        log = os.open(attempt_dir / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        log = os.open(attempt_dir / f"{self.name}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         sys.stdout.flush(), sys.stderr.flush()
         os.dup2(log, 1)
         os.dup2(log, 2)
         self._asked = False
-        for number in ASK_SIGNALS:
+        for number in ASK_SIGNALS if name is None else ():
             signal.signal(number, self._ask)
 
     def _ask(self, number, frame) -> None:
@@ -58,15 +61,15 @@ class RankProcess:
 
     @contextmanager
     def last_word(self):
-        """Within the block, an exception is written to failure-rankN.json before the process ends with its exit code."""
+        """Within the block, an exception is written to failure-NAME.json before the process ends with its exit code."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
             problems = [p.to_dict() for p in error.problems] if isinstance(error, MfsdpError) else []
             code = error.exit_code if isinstance(error, MfsdpError) else RUN_FAILED
             traceback.print_exc()
-            failure = {"rank": self.rank, "time": time.time(), "type": type(error).__name__, "message": str(error)}
-            _write(self.attempt_dir / f"failure-rank{self.rank}.json", failure | {
+            failure = {"rank": self.rank, "name": self.name, "time": time.time(), "type": type(error).__name__, "message": str(error)}
+            _write(self.attempt_dir / f"failure-{self.name}.json", failure | {
                 "traceback": traceback.format_exc(), "exit_code": code, "problems": problems})
             sys.stderr.flush()
             # Interpreter shutdown would wait for other ranks in the process group's destructor.
