@@ -19,7 +19,7 @@ FAMILIES = {
 }
 # The default epsilon, 1e-8, lets Adam make a full step out of a gradient that is rounding noise: a plain loop then differs from
 # itself with the conversations in another order by more than the 1e-5 asked for here.
-OPTIM = OptimSettings(weight_decay=0.1, betas=[0.9, 0.95], clip_grad=1.0, eps=1e-6)
+OPTIM = OptimSettings(lr=1e-3, weight_decay=0.1, betas=[0.9, 0.95], clip_grad=1.0, eps=1e-6)
 # Uneven on purpose. Dealt out in turn to two ranks: 13 + 7 + 5 tokens to one, 30 + 22 to the other.
 LENGTHS = (13, 30, 7, 22, 5)
 
