@@ -39,12 +39,13 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     from mfsdp_cli.data.loader import BatchStream
     from mfsdp_cli.engine.megatron import MegatronEngine, NonFiniteGradient, init_distributed
     from mfsdp_cli.train import checkpoints
+    from mfsdp_cli.train.losses import sft_loss
     from mfsdp_cli.train.metrics import EtaMeter, MetricsLog, step_line
     from mfsdp_cli.train.schedule import learning_rate
 
     data, trainer = settings.data, settings.trainer
     device = init_distributed(settings.engine, trainer.startup_timeout_s)
-    model_dir = local_model(settings)
+    model_dir = local_model(settings.model.path, settings.model.trust_remote_code, process.local_rank)
     resume, warnings = checkpoints.find_resume(settings, run_dir)
     process.say(f"reading {settings.model.path}" + (f", weights from {resume.folder}" if resume else " …"))
     engine = MegatronEngine(
@@ -91,7 +92,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
             num_targets = sum(sample.num_targets for sample in batch)
             micro_batches = pack_mine(batch, settings, engine)
             data_s = time.monotonic() - started
-            loss = engine.forward_backward(micro_batches, lambda log_probs, packed: -(log_probs * packed.target_mask).sum() / num_targets)
+            loss = engine.forward_backward(micro_batches, lambda log_probs, packed: sft_loss(log_probs, packed.target_mask, num_targets))
             lr = learning_rate(settings.optim, step, total_steps)
             try:
                 grad_norm = engine.optimizer_step(lr)
@@ -134,20 +135,20 @@ def due(step: int, freq: int) -> bool:
     return freq > 0 and step % freq == 0
 
 
-def local_model(settings: SftSettings) -> Path:
-    """The model as a local folder; a hub id is downloaded by the first rank of each node, then found in the cache."""
+def local_model(model: str, trust_remote_code: bool, local_rank: int) -> Path:
+    """The model as a local folder; a hub id is downloaded by the first rank of each node, then found in the cache. Collective."""
     import torch.distributed as dist
 
-    path = Path(settings.model.path).expanduser()
+    path = Path(model).expanduser()
     if path.is_dir():
         return path
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"] + (["*.py"] if settings.model.trust_remote_code else [])
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        snapshot_download(settings.model.path, allow_patterns=patterns)
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"] + (["*.py"] if trust_remote_code else [])
+    if local_rank == 0:
+        snapshot_download(model, allow_patterns=patterns)
     dist.barrier()
-    return Path(snapshot_download(settings.model.path, allow_patterns=patterns))
+    return Path(snapshot_download(model, allow_patterns=patterns))
 
 
 def open_data(settings: SftSettings, model_dir: Path, multiple_of: int, process: RankProcess):
