@@ -85,7 +85,8 @@ def export(checkpoint: Path, out: Path, dtype: str = "auto", source: Path | None
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     init_distributed(EngineSettings(), timeout_s=1800)
-    work_dtype = torch.float32 if dtype == "float32" or (dtype == "auto" and any(t["dtype"] == "float32" for t in index.values())) else torch.bfloat16
+    wanted = {t["dtype"] for t in index.values()} if dtype == "auto" else {dtype}
+    work_dtype = torch.bfloat16 if wanted == {"bfloat16"} else torch.float32
     hf_folder = checkpoint / manifest.HUGGINGFACE
     bridge, model = plain_model(str(hf_folder), found.padded_vocab_size, work_dtype)
     _say(f"reading {checkpoint / manifest.DIST_CKPT} …")
@@ -261,7 +262,8 @@ def forward_problems(folder: Path, mine) -> tuple[float, list[Problem]]:
     with torch.no_grad():
         theirs = torch.log_softmax(model(ids[None]).logits[0, :-1].float(), -1).gather(-1, ids[1:, None])[:, 0]
     difference = (mine - theirs).abs().mean().item()
-    limit = TOLERANCE[str(model.dtype).removeprefix("torch.")]
+    dtypes = {t.dtype for t in read_hf(folder).tensors} | {str(model.dtype).removeprefix("torch.")}
+    limit = TOLERANCE["float32" if dtypes == {"float32"} else "bfloat16"]
     if difference <= limit:
         return difference, []
     return difference, [_mismatch("forward pass", f"mean difference {difference:.2e}", f"log-probabilities should agree to {limit:.0e}")]

@@ -57,6 +57,10 @@ def find_resume(settings: SftSettings, run_dir: Path) -> tuple[Resume | None, li
     if lacking or "model" not in load_contents(settings):
         why = f"the checkpoint holds {found.contents}" if lacking else "a run cannot continue without its weights"
         raise MfsdpError(Problem("checkpoint.load_contents", str(load_contents(settings)), why, f"load {found.contents}, or fewer but model", code=BAD_INPUT))
+    tp = settings.engine.tensor_model_parallel_size
+    if found.padded_vocab_size % tp:
+        why = f"the checkpoint fixes the embedding at {found.padded_vocab_size} rows, which {tp} ranks cannot share evenly"
+        raise MfsdpError(Problem("engine.tensor_model_parallel_size", str(tp), why, f"use the {found.topology['tp']} that the checkpoint was made with"))
     return Resume(folder, found), problems
 
 

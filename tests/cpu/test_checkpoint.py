@@ -13,7 +13,7 @@ from models import OPTIM, HfLoop, Layout, build, conversations, largest_differen
 from ranks import run_ranks
 from runs import stored
 
-from mfsdp_cli.errors import BAD_INPUT, MfsdpError
+from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, MfsdpError
 
 ALL = ["model", "optimizer", "extra"]
 BATCHES = [conversations(seed) for seed in range(20, 24)]
@@ -165,3 +165,22 @@ def test_a_load_is_whole_or_refused_and_restores_random_states(tiny, tmp_path):
     assert not (tmp_path / "ran").exists()
     pickle.loads((evil / ".metadata").read_bytes())
     assert (tmp_path / "ran").exists()  # and it would have run
+
+
+def test_a_vocabulary_that_the_new_ranks_cannot_share_is_refused(tmp_path):
+    """509 rows were not padded, since one rank needs no padding; two cannot take them over."""
+    from mfsdp_cli.checkpoint import manifest
+    from mfsdp_cli.config.schema import SftSettings
+    from mfsdp_cli.train.checkpoints import find_resume
+
+    made = manifest.Manifest(step=3, total_steps=9, samples_consumed=24, contents=ALL, topology={"world": 1, "tp": 1}, dtype="float32",
+                             padded_vocab_size=509, architecture="Qwen2ForCausalLM", source_model="m", num_tensors=1)
+    manifest.commit(manifest.begin(tmp_path / "checkpoints", 3), made)
+    settings = SftSettings()
+    found, _ = find_resume(settings, tmp_path)
+    assert (found.position.step, found.position.samples_consumed) == (3, 24)
+    settings.engine.tensor_model_parallel_size = 2
+    with pytest.raises(MfsdpError) as caught:
+        find_resume(settings, tmp_path)
+    [problem] = caught.value.problems
+    assert problem.key == "engine.tensor_model_parallel_size" and "509 rows" in problem.why and caught.value.exit_code == CONFIG_INVALID
