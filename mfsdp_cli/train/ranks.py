@@ -1,0 +1,144 @@
+"""One trainer rank of GRPO: the policy and the frozen reference on Megatron-FSDP, driven by method calls.
+
+The class knows nothing of Ray: `ray_group` makes an actor of it, a test may call it in a forked process. Every method is
+collective: the driver calls it on all ranks with the same arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from mfsdp_cli.config.schema_grpo import GrpoSettings
+from mfsdp_cli.types import Experience, PackedBatch, Sample
+
+
+class TrainerRank:
+    def __init__(self, settings: GrpoSettings, run_dir: Path, rank: int, world_size: int, local_rank: int):
+        self.settings, self.run_dir, self.rank, self.world_size, self.local_rank = settings, run_dir, rank, world_size, local_rank
+
+    def start(self, init_method: str) -> dict:
+        """Join the group, build the policy from the latest checkpoint or the model, and the reference. Returns where the
+        run stands: {"step", "samples_consumed", "resumed_from", "notes", "model_dir"}."""
+        from mfsdp_cli.engine.megatron import MegatronEngine, init_distributed
+        from mfsdp_cli.train import checkpoints
+        from mfsdp_cli.train.sft import local_model
+
+        s = self.settings
+        self.device = init_distributed(s.engine, s.trainer.startup_timeout_s, init_method=init_method, rank=self.rank,
+                                       world_size=self.world_size, local_rank=self.local_rank)
+        self.model_dir = local_model(s.model.path, s.model.trust_remote_code, self.local_rank)
+        resume, problems = checkpoints.find_resume(s, self.run_dir)
+        common = {"device": self.device, "seed": s.trainer.seed, "trust_remote_code": s.model.trust_remote_code}
+        self.policy = MegatronEngine(str(self.model_dir), s.engine, s.optim, load_weights=resume is None,
+                                     vocab_rows=resume.manifest.padded_vocab_size if resume else None, **common)
+        if resume:
+            problems += checkpoints.load(self.policy, resume, checkpoints.load_contents(s))
+        self.reference = None
+        if s.actor.use_kl_loss or s.algorithm.use_kl_in_reward:
+            path = local_model(s.ref.path, s.model.trust_remote_code, self.local_rank) if s.ref.path else self.model_dir
+            self.reference = MegatronEngine(str(path), s.engine, None, **common)
+        position = resume.position if resume else checkpoints.Position()
+        return {"step": position.step, "samples_consumed": position.samples_consumed, "resumed_from": str(resume.folder) if resume else None,
+                "notes": [f"{p.level}: {p.key}: {p.why}" for p in problems], "model_dir": str(self.model_dir)}
+
+    def log_probs(self, samples: list[Sample], reference: bool) -> dict[int, np.ndarray]:
+        """Index -> log-probabilities of the response's tokens, float32 [R], of this rank's share; from one rank of each
+        tensor-parallel group, the others return nothing. At the sampling temperature."""
+        engine = self.reference if reference else self.policy
+        budget = (self.settings.ref.log_prob_max_token_len_per_gpu if reference else None) or self.settings.actor.ppo_max_token_len_per_gpu
+        micro_batches = self._pack(samples, range(len(samples)), engine, budget, dynamic=True)
+        found = {}
+        for packed, log_probs in zip(micro_batches, engine.log_probs(micro_batches, self.settings.rollout.temperature)):
+            values = log_probs.cpu().numpy()[packed.target_mask.numpy() > 0]
+            for i, part in zip(packed.rows, np.split(values, np.cumsum([samples[i].num_targets for i in packed.rows])[:-1])):
+                found[i] = part
+        return found if engine.tp_rank == 0 else {}
+
+    def update(self, batch: list[Experience], indices: list[int], lr: float) -> dict:
+        """One optimizer step on the responses `indices` of the batch. Returns statistics as sums over this rank's share
+        (see `losses`), empty except from one rank of each tensor-parallel group, and the gradient norm."""
+        from mfsdp_cli.train import losses
+
+        actor = self.settings.actor
+        samples = [e.sample for e in batch]
+        totals = losses.count_totals((int(batch[i].mask.sum()) for i in indices), self.settings.data.max_response_length)
+        micro_batches = self._pack(samples, indices, self.policy, actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz)
+        stats: list[dict] = []
+
+        def loss_fn(log_probs, packed, entropy):
+            loss, found = self._loss(log_probs, entropy, packed, [batch[i] for i in packed.rows], totals)
+            stats.append({key: float(value) for key, value in found.items()})
+            return loss
+
+        self.policy.forward_backward(micro_batches, loss_fn, self.settings.rollout.temperature, with_entropy=True)
+        grad_norm = self.policy.optimizer_step(lr)
+        return {"grad_norm": grad_norm, "stats": losses.merge(stats) if self.policy.tp_rank == 0 else {}}
+
+    def _loss(self, log_probs, entropy, packed: PackedBatch, part: list[Experience], totals):
+        from mfsdp_cli.train import correction, losses
+
+        algorithm = self.settings.algorithm
+        mask = scatter(packed, [e.mask for e in part]).bool()
+        rollout = scatter(packed, [e.rollout_log_probs for e in part])
+        advantages = scatter(packed, [np.full(len(e.mask), e.advantage, dtype=np.float32) for e in part])
+        # With one update a rollout the policy of the update is the policy before it.
+        old = log_probs.detach() if not part or part[0].old_log_probs is None else scatter(packed, [e.old_log_probs for e in part])
+        reference = None if not part or part[0].ref_log_probs is None else scatter(packed, [e.ref_log_probs for e in part])
+        if not part and self.settings.actor.use_kl_loss:
+            reference = log_probs.detach()  # a micro batch without a response, of a rank without work
+        mismatch = correction.mismatch_stats(rollout, old, mask)
+        weights, used, corrected = correction.correction_weights(rollout, old, mask, algorithm.rollout_correction, algorithm.rollout_correction_threshold)
+        loss, stats = losses.actor_loss(
+            log_probs, old, advantages, used, losses.sequence_ids(packed.cu_seqlens, len(log_probs)), self.settings.actor, totals,
+            weights=weights, ref_log_probs=reference, entropy=entropy if self.settings.actor.entropy_coeff else entropy.detach(),
+        )
+        return loss, stats | {f"mismatch/{k}": v for k, v in mismatch.items()} | {f"correction/{k}": v for k, v in corrected.items()}
+
+    def _pack(self, samples: list[Sample], indices, engine, budget: int, dynamic: bool) -> list[PackedBatch]:
+        """This rank's micro batches of samples[indices]; `rows` of each are positions in `samples`."""
+        from mfsdp_cli.data.pack import pack
+        from mfsdp_cli.train.batching import fixed_micro_batches, plan_micro_batches
+
+        indices, multiple = list(indices), engine.sequence_multiple
+        if dynamic:
+            plan = plan_micro_batches([samples[i].num_tokens for i in indices], dp_size=engine.dp_size, max_tokens=budget // multiple * multiple)
+        else:
+            plan = fixed_micro_batches(len(indices), engine.dp_size, self.settings.actor.ppo_micro_batch_size_per_gpu)
+        chosen = [[samples[indices[k]] for k in micro] for micro in plan[engine.dp_rank]]
+        return [pack(micro, multiple_of=multiple) for micro in chosen]
+
+    def write_weights(self, folder: str) -> str:
+        """Stream the policy's weights into `folder`, for the samplers. Returns the path they load."""
+        from mfsdp_cli.rollout.transfer import write_weights
+
+        return str(write_weights(self.policy.named_weights(), Path(folder), is_writer=self.rank == 0))
+
+    def save(self, step: int, samples_consumed: int, total_steps: int, end_of_turn_id: int) -> str:
+        """Write RUN/checkpoints/step_N. Returns its path."""
+        from mfsdp_cli.train import checkpoints
+
+        position = checkpoints.Position(step, samples_consumed)
+        return str(checkpoints.save(self.policy, self.settings, self.run_dir, self.model_dir, position, total_steps, end_of_turn_id))
+
+    def peak_memory_gib(self) -> float:
+        from mfsdp_cli.train.sft import peak_memory_gib
+
+        return peak_memory_gib(self.device)
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+
+def scatter(packed: PackedBatch, arrays: list[np.ndarray]):
+    """[T] on the batch's device: the arrays' values, sequence after sequence, at the positions that predict them; 0 elsewhere."""
+    import torch
+
+    values = np.concatenate([np.asarray(a, dtype=np.float32) for a in arrays]) if arrays else np.zeros(0, dtype=np.float32)
+    out = torch.zeros(len(packed.input_ids), device=packed.input_ids.device)
+    places = packed.target_mask > 0
+    assert int(places.sum()) == len(values), (int(places.sum()), len(values))
+    out[places] = torch.from_numpy(values).to(out.device)
+    return out
