@@ -5,20 +5,19 @@ Every rank builds the same global batches and takes its own part of them, so nei
 
 from __future__ import annotations
 
-import bisect
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 
 from mfsdp_cli.data.chat import ChatError, ChatTokenizer, RowFault, encode_row
-from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
+from mfsdp_cli.data.rows import ParquetRows, check_chats
+from mfsdp_cli.errors import MfsdpError, Problem
 from mfsdp_cli.types import Sample
 
-MAX_LISTED = 20
-MAX_NUMBERS = 200
 CACHE_TOKENS = 50_000_000  # about 250 MB a process; rows beyond are rendered again when their turn comes
 
 
@@ -52,31 +51,20 @@ class ChatDataset:
     """
 
     def __init__(self, files: list[str], messages_key: str, chat: ChatTokenizer, max_length: int, truncation: str, max_samples: int = -1):
-        self.files, self.chat, self.max_length, self.truncation = list(files), chat, max_length, truncation
-        self._columns, problems = [], []
-        for path in self.files:
-            column, problem = read_column(path, messages_key)
-            self._columns.append(column)
-            problems += [problem] if problem else []
-        if problems:
-            raise MfsdpError(problems)
-        self._ends = np.cumsum([len(column) for column in self._columns]).tolist()
-        total = self._ends[-1] if self._ends else 0
-        self._num_rows = total if max_samples < 0 else min(total, max_samples)
+        self.chat, self.max_length, self.truncation, self.messages_key = chat, max_length, truncation, messages_key
+        self.rows = ParquetRows(files, {messages_key: check_chats}, "data.messages_key", max_samples)
         self._cache: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._cached_tokens = 0
 
     def __len__(self) -> int:
-        return self._num_rows
+        return len(self.rows)
 
     def where(self, row: int) -> str:
         """"FILE row N", N from 0 in that file."""
-        file, at = self._place(row)
-        return f"{self.files[file]} row {at}"
+        return self.rows.where(row)
 
     def messages(self, row: int) -> list[dict]:
-        file, at = self._place(row)
-        return self._columns[file][at].as_py()
+        return self.rows[row][self.messages_key]
 
     def sample(self, row: int) -> Sample:
         """Raises MfsdpError for a row that cannot be trained on."""
@@ -84,7 +72,7 @@ class ChatDataset:
             try:
                 return self._encode(row)[0]
             except ChatError as error:
-                raise MfsdpError(self._problem(RowFault(row, str(error), error.fix))) from error
+                raise MfsdpError(self.rows.problem(RowFault(row, str(error), error.fix))) from error
         input_ids, loss_mask = self._cache[row]
         return Sample(input_ids.astype(np.int64), loss_mask, row)
 
@@ -104,21 +92,7 @@ class ChatDataset:
 
     def problems(self, check: DatasetCheck) -> list[Problem]:
         """One problem each for the first 20 faulty rows, and one that counts and numbers the rest."""
-        told = [self._problem(fault) for fault in check.faults[:MAX_LISTED]]
-        rest = check.faults[MAX_LISTED:]
-        if rest:
-            numbers = ", ".join(str(fault.row) for fault in rest[:MAX_NUMBERS]) + (", …" if len(rest) > MAX_NUMBERS else "")
-            why = f"{len(check.faults)} of {len(self)} rows cannot be trained on; those not listed, numbered through all files: {numbers}"
-            told.append(Problem("data", f"{len(check.faults)} rows", why, "see the rows above", code=BAD_INPUT))
-        return told
-
-    def _place(self, row: int) -> tuple[int, int]:
-        assert 0 <= row < self._num_rows, row
-        file = bisect.bisect_right(self._ends, row)
-        return file, row - (self._ends[file - 1] if file else 0)
-
-    def _problem(self, fault: RowFault) -> Problem:
-        return Problem("data", f"row {fault.row}", fault.reason, fault.fix, where=self.where(fault.row), code=BAD_INPUT)
+        return self.rows.problems(check.faults)
 
     def _encode(self, row: int) -> tuple[Sample, bool, int]:
         encoded = encode_row(self.chat, row, self.messages(row), self.max_length, self.truncation)
@@ -127,31 +101,6 @@ class ChatDataset:
             self._cache[row] = (sample.input_ids.astype(np.int32), sample.loss_mask.copy())
             self._cached_tokens += sample.num_tokens
         return encoded
-
-
-def read_column(path: str, key: str):
-    """(pyarrow ChunkedArray of one column, null) or (null, Problem)."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    def problem(found: str, why: str, fix: str) -> tuple[None, Problem]:
-        return None, Problem("data", found, why, fix, where=str(path), code=BAD_INPUT)
-
-    try:
-        schema = pq.read_schema(path)
-    except (OSError, pa.ArrowException) as error:
-        return problem(str(path), f"not a readable parquet file: {error}", "give files that mfsdp prep-data wrote")
-    if key not in schema.names:
-        return problem(key, f"no such column; there are {', '.join(schema.names)}", "set data.messages_key to the column of chats")
-    kind = schema.field(key).type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
-        return problem(key, f"the column is {kind}, not a list of structs with role and content", "prepare the file with mfsdp prep-data")
-    types = {field.name: field.type for field in kind.value_type}
-    wrong = [f"{key}.{name}: {types.get(name, 'missing')}" for name in ("role", "content")
-             if not (name in types and (pa.types.is_string(types[name]) or pa.types.is_large_string(types[name])))]
-    if wrong:
-        return problem(key, f"must be string: {', '.join(wrong)}", "prepare the file with mfsdp prep-data")
-    return pq.read_table(path, columns=[key], memory_map=True).column(0), None
 
 
 # ---------------------------------------------------------------- order and position
@@ -174,8 +123,16 @@ def batch_rows(num_rows: int, batch_size: int, seed: int, shuffle: bool, samples
     return epoch_order(num_rows, seed, epoch, shuffle)[offset:offset + batch_size]
 
 
+class Samples(Protocol):
+    """What a stream draws from: a `ChatDataset`, or `prompts.PromptDataset`."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, row: int) -> Any: ...
+
+
 class BatchStream:
-    """Endless iterator of global batches (list[Sample]), epoch after epoch; one batch is prepared ahead in a background thread.
+    """Endless iterator of global batches (list of samples), epoch after epoch; one batch is prepared ahead in a background thread.
 
     samples_consumed  the whole state: a stream that starts from it goes on exactly where the other stood. A batch counts when handed out
     num_dropped       rows of an epoch that fill no batch and are left out of it
@@ -183,7 +140,7 @@ class BatchStream:
     thread is raised by the next batch.
     """
 
-    def __init__(self, dataset: ChatDataset, batch_size: int, seed: int, shuffle: bool, samples_consumed: int = 0):
+    def __init__(self, dataset: Samples, batch_size: int, seed: int, shuffle: bool, samples_consumed: int = 0):
         if len(dataset) < batch_size:
             why = f"there are only {len(dataset)} rows: no batch would be full"
             raise MfsdpError(Problem("data.train_batch_size", str(batch_size), why, f"use at most {len(dataset)}, or more data"))
@@ -204,7 +161,7 @@ class BatchStream:
     def __iter__(self) -> BatchStream:
         return self
 
-    def __next__(self) -> list[Sample]:
+    def __next__(self) -> list:
         if self._ahead is None:
             self._prefetch()
         batch = self._ahead.result()

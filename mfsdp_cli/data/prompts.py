@@ -1,0 +1,189 @@
+"""Prompts for reinforcement learning, out of parquet files in verl's layout, rendered up to where the assistant is to speak.
+
+    prompt: list<struct<role, content>> (data.prompt_key) · data_source: string · reward_model: struct<ground_truth, …> · extra_info: struct
+
+All rows are rendered when the data set is made: which prompts are too long is known before the first step, and told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mfsdp_cli.data.chat import ROLES, ChatError, ChatTokenizer, RowFault
+from mfsdp_cli.data.rows import ParquetRows, check_chats
+from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
+from mfsdp_cli.types import Prompt
+
+if TYPE_CHECKING:
+    from mfsdp_cli.config.schema_grpo import RlDataSettings
+
+FIRST_ROWS = 5
+
+
+class PromptDataset:
+    """Usable prompts, in the files' order; as `loader.BatchStream` wants a data set. `Prompt.row` counts all rows of all files.
+
+    max_samples    only the first N rows; -1: all
+    summary        one line: rows, tokens, what was left out or cut
+    notes          what the user should know, as problems of level warning and note
+    num_overlong   prompts above data.max_prompt_length: left out (filter_overlong_prompts), else cut (truncation left | right)
+    Raises MfsdpError with every file and every row that cannot be used, and when no prompt is left.
+    """
+
+    def __init__(self, files: list[str], settings: RlDataSettings, chat: ChatTokenizer, max_samples: int = -1):
+        self.settings, self._tokenizer, self._name = settings, chat.tokenizer, chat.name
+        columns = {settings.prompt_key: check_chats, "data_source": check_text, "reward_model": check_gold, "extra_info": check_struct}
+        self.rows = ParquetRows(files, columns, "data.prompt_key", max_samples, optional=("extra_info",))
+        self._input_ids: dict[int, np.ndarray] = {}  # int32 [P]
+        faults, overlong = [], {}
+        for row in range(len(self.rows)):
+            try:
+                fields = self._fields(self.rows[row])
+                input_ids = self._render(fields["messages"])
+                if len(input_ids) > settings.max_prompt_length:
+                    overlong[row] = len(input_ids)
+                    input_ids = self._shorten(input_ids)
+            except ChatError as error:
+                faults.append(RowFault(row, str(error), error.fix))
+                continue
+            if input_ids is not None:
+                self._input_ids[row] = input_ids.astype(np.int32)
+        if faults:
+            raise MfsdpError(self.rows.problems(tuple(faults)))
+        self._order = list(self._input_ids)
+        self.num_overlong = len(overlong)
+        self.notes = self._schema_notes() + self._overlong_notes(overlong) + self._template_notes()
+        if not self._order:
+            why = "the files hold no rows" if not len(self.rows) else f"all {len(self.rows)} prompts are longer: none is left"
+            raise MfsdpError(Problem("data.max_prompt_length", str(settings.max_prompt_length), why, "raise it, or give other data", code=BAD_INPUT))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def prompt(self, at: int) -> Prompt:
+        """The prompt at position `at` of those that are used."""
+        row = self._order[at]
+        return Prompt(row=row, input_ids=self._input_ids[row].astype(np.int64), **self._fields(self.rows[row]))
+
+    sample = prompt
+
+    @property
+    def summary(self) -> str:
+        lengths = [len(ids) for ids in self._input_ids.values()]
+        fate = "left out" if self.settings.filter_overlong_prompts else f"cut ({self.settings.truncation})"
+        return (f"{len(self)} prompts of {len(self.rows)} rows, {sum(lengths)} tokens, longest {max(lengths)}, {self.num_overlong} above "
+                f"{self.settings.max_prompt_length} tokens {fate}")
+
+    def _fields(self, row: dict) -> dict:
+        """Everything of a Prompt but its tokens and place. Raises ChatError."""
+        data_source, gold = row["data_source"], (row["reward_model"] or {}).get("ground_truth")
+        if not data_source:
+            raise ChatError("its data_source is empty: it says which scorer grades the answer", "fill it in, for example openai/gsm8k")
+        if gold is None or gold != gold or not str(gold).strip():
+            raise ChatError("its reward_model.ground_truth is empty: no answer could be graded")
+        return {"messages": check_prompt(row[self.settings.prompt_key]), "data_source": data_source, "ground_truth": str(gold),
+                "extra_info": row.get("extra_info") or {}}
+
+    def _render(self, messages: list[dict], add_generation_prompt: bool = True) -> np.ndarray:
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # a template raises whatever it likes: jinja's errors, or Python's
+            raise ChatError(f"the chat template refuses it: {error}") from error
+        return np.array(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
+
+    def _shorten(self, input_ids: np.ndarray) -> np.ndarray | None:
+        """What is used of an overlong prompt; null: nothing. Raises ChatError where that is an error."""
+        limit, truncation = self.settings.max_prompt_length, self.settings.truncation
+        if self.settings.filter_overlong_prompts:
+            return None
+        if truncation == "error":
+            raise ChatError(f"its prompt is {len(input_ids)} tokens long, above data.max_prompt_length={limit}",
+                            f"raise data.max_prompt_length to {len(input_ids)}, or set data.filter_overlong_prompts=True")
+        return input_ids[-limit:] if truncation == "left" else input_ids[:limit]
+
+    def _overlong_notes(self, overlong: dict[int, int]) -> list[Problem]:
+        if not overlong:
+            return []
+        filtered = self.settings.filter_overlong_prompts
+        first = ", ".join(f"{self.rows.where(row)} ({length})" for row, length in list(overlong.items())[:FIRST_ROWS])
+        why = (f"{len(overlong)} of {len(self.rows)} prompts are longer and {'left out' if filtered else 'cut'}; the longest has "
+               f"{max(overlong.values())} tokens; {'they are' if len(overlong) <= FIRST_ROWS else 'the first are'}: {first}")
+        if not filtered:
+            why += "; what remains " + ("lacks the beginning of the chat" if self.settings.truncation == "left" else "lacks the question's end")
+        return [Problem("data.max_prompt_length", str(self.settings.max_prompt_length), why, f"raise it to {max(overlong.values())} to keep them",
+                        level="warning")]
+
+    def _schema_notes(self) -> list[Problem]:
+        """Files of different origin may differ in what only a custom scorer looks at."""
+        tables, notes = self.rows.tables, []
+        for file, table in zip(self.rows.files[1:], tables[1:], strict=True):
+            mine, theirs = (leaf_types(t, ("reward_model", "extra_info")) for t in (table, tables[0]))
+            different = [f"{path}: {mine.get(path, 'missing')}, not {theirs.get(path, 'missing')}"
+                         for path in sorted(mine.keys() | theirs.keys()) if mine.get(path) != theirs.get(path)]
+            if different:
+                why = f"its columns differ from those of {self.rows.files[0]}: {'; '.join(different)}"
+                notes.append(Problem("data", str(file), why, "nothing, unless a custom scorer reads them", where=str(file), level="note"))
+        return notes
+
+
+    def _template_notes(self) -> list[Problem]:
+        messages = [{"role": "user", "content": "a"}]
+        if not np.array_equal(self._render(messages), self._render(messages, add_generation_prompt=False)):
+            return []
+        why = "the chat template does nothing with add_generation_prompt: the model itself has to open the assistant's turn"
+        return [Problem("model.path", self._name, why, "use a template that opens it, if the model was not trained this way", level="warning")]
+
+
+def check_prompt(messages) -> list[dict]:
+    """Plain role and content messages, without the null fields that a parquet schema fills in. Raises ChatError."""
+    if not messages:
+        raise ChatError("its prompt is empty")
+    for number, message in enumerate(messages, start=1):
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if role not in ROLES:
+            raise ChatError(f"message {number} of its prompt has role {role!r}: must be one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise ChatError(f"message {number} of its prompt ({role}) has content {type(content).__name__}, not a text")
+    if messages[-1]["role"] == "assistant":
+        raise ChatError("its prompt ends with an assistant message: that is the answer, or an unfinished one", "end it with the user's message")
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+# ---------------------------------------------------------------- types of columns
+
+
+def check_text(name: str, kind) -> str:
+    import pyarrow as pa
+
+    return "" if pa.types.is_string(kind) or pa.types.is_large_string(kind) else f"the column is {kind}, not string"
+
+
+def check_struct(name: str, kind) -> str:
+    import pyarrow as pa
+
+    return "" if pa.types.is_struct(kind) or pa.types.is_null(kind) else f"the column is {kind}, not a struct"
+
+
+def check_gold(name: str, kind) -> str:
+    """A text, or a number, which is graded as it is written."""
+    import pyarrow as pa
+
+    if not pa.types.is_struct(kind) or "ground_truth" not in [field.name for field in kind]:
+        return f"the column is {kind}, not a struct with ground_truth"
+    gold = kind.field("ground_truth").type
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
+    return "" if any(test(gold) for test in tests) else f"{name}.ground_truth is {gold}, not string"
+
+
+def leaf_types(table, columns: tuple[str, ...]) -> dict[str, str]:
+    """Dotted path -> arrow type, of the innermost fields."""
+    import pyarrow as pa
+
+    def walk(path: str, kind) -> dict[str, str]:
+        if pa.types.is_struct(kind):
+            return {k: v for field in kind for k, v in walk(f"{path}.{field.name}", field.type).items()}
+        return {path: str(kind)}
+
+    return {k: v for name in columns if name in table.column_names for k, v in walk(name, table.schema.field(name).type).items()}
