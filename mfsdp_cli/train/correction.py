@@ -50,8 +50,8 @@ def mismatch_metrics(sums: dict) -> dict[str, float]:
     num = max(1.0, s["num_tokens"])
     counts = {key: value for key, value in s.items() if key.startswith("num_")}
     return counts | {
-        "abs": s["abs"] / num, "abs_max": s["abs_max"], "k1": s["k1"] / num, "k3": s["k3"] / num, "rollout_perplexity": _exp(s["rollout_nll"] / num),
-        "old_perplexity": _exp(s["old_nll"] / num), "perplexity_ratio": _exp(s["k1"] / num),
+        "abs": s["abs"] / num, "abs_max": s["abs_max"], "k1": s["k1"] / num, "k3": s["k3"] / num,
+        "rollout_perplexity": _exp(s["rollout_nll"] / num), "old_perplexity": _exp(s["old_nll"] / num), "perplexity_ratio": _exp(s["k1"] / num),
         "unmeasured_share": s["num_unmeasured"] / max(1.0, s["num_tokens"] + s["num_unmeasured"]),
     }
 
@@ -87,7 +87,7 @@ def correction_weights(
     precise = weights.double()
     return weights, used, {
         "num_tokens": used.sum().double(), "weight": precise.sum(), "weight_sq": precise.square().sum(), "weight_max": _max(precise),
-        "outside": (outside & used).sum().double(), "num_dropped": (mask.bool() & ~used).sum().double(),
+        "outside": outside.sum().double(), "num_dropped": (mask.bool() & ~used).sum().double(),
     }
 
 
@@ -103,12 +103,13 @@ def alarm(metrics: dict[str, float], threshold: float) -> str | None:
     if threshold == 0:
         return None
     if num_missing > MOST_DROPPED * num_all:
-        return f"the sampler's log-probability is not finite for {num_missing} of {num_all} tokens, above the {MOST_DROPPED:.0%} that may be left out"
+        return (f"the sampler's log-probability is not finite for {num_missing} of {num_all} tokens, above the {MOST_DROPPED:.0%} "
+                "that may be left out")
     # `not <=` and not `>`, so that NaN stops the run too
     if not metrics["abs"] <= threshold:
-        return (f"sampler and trainer differ by {metrics['abs']:.4g} nats per token on average ({metrics['abs_max']:.4g} at most, {num} tokens), "
-                f"above {threshold:g}: stale weights in the sampler, a prefix cache that outlived an update, or log-probabilities of another "
-                "temperature, top_p or top_k")
+        return (f"sampler and trainer differ by {metrics['abs']:.4g} nats per token on average ({metrics['abs_max']:.4g} at most, "
+                f"{num} tokens), above {threshold:g}: stale weights in the sampler, a prefix cache that outlived an update, or "
+                "log-probabilities of another temperature, top_p or top_k")
     return None
 
 

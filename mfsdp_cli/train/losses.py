@@ -124,7 +124,7 @@ def policy_loss(
         raise ValueError(f"unknown policy loss {settings.policy_loss!r}; there are ppo and gspo")
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
     losses = torch.maximum(plain, clipped)
-    is_clipped, is_dual = (clipped > plain) & mask, torch.zeros_like(mask)
+    is_clipped, is_dual = clipped > plain, torch.zeros_like(mask)  # neither where masked: the advantage is 0 there
     if settings.policy_loss == "ppo" and dual:
         ceiling = -advantages * dual
         is_dual = (advantages < 0) & (losses > ceiling)
@@ -183,7 +183,7 @@ def aggregate(token_losses: torch.Tensor, mask: torch.Tensor, seq_ids: torch.Ten
         return losses.sum() / (num_sequences * totals.max_length)
     if mode == "seq-mean-token-mean":
         return (losses / _sequence_sums(mask, seq_ids).clamp(min=1)[seq_ids].to(losses.dtype)).sum() / num_sequences
-    raise ValueError(f"unknown loss_agg_mode {mode!r}; there are token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm")
+    raise ValueError(f"unknown loss_agg_mode {mode!r}; there are token-mean and seq-mean-token-{{sum,mean,sum-norm}}")
 
 
 # --- statistics ---------------------------------------------------------------------------------------------------------
@@ -203,7 +203,8 @@ def merge(parts: Iterable[dict]) -> dict:
 def means(sums: dict) -> dict[str, float]:
     """Sums over tokens divided by num_tokens; counts, maxima and losses as they are. Without tokens: 0."""
     num_tokens = max(1.0, float(sums["num_tokens"]))
-    return {key: float(value) / (1.0 if key.startswith("num_") or key.endswith(("_max", "_loss")) else num_tokens) for key, value in sums.items()}
+    is_whole = {key: key.startswith("num_") or key.endswith(("_max", "_loss")) for key in sums}
+    return {key: float(value) / (1.0 if is_whole[key] else num_tokens) for key, value in sums.items()}
 
 
 # --- helpers ------------------------------------------------------------------------------------------------------------
