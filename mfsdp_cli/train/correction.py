@@ -51,7 +51,8 @@ def mismatch_metrics(sums: dict) -> dict[str, float]:
     counts = {key: value for key, value in s.items() if key.startswith("num_")}
     return counts | {
         "abs": s["abs"] / num, "abs_max": s["abs_max"], "k1": s["k1"] / num, "k3": s["k3"] / num,
-        "rollout_perplexity": _exp(s["rollout_nll"] / num), "old_perplexity": _exp(s["old_nll"] / num), "perplexity_ratio": _exp(s["k1"] / num),
+        "rollout_perplexity": _exp(s["rollout_nll"] / num), "old_perplexity": _exp(s["old_nll"] / num),
+        "perplexity_ratio": _exp(s["k1"] / num),
         "unmeasured_share": s["num_unmeasured"] / max(1.0, s["num_tokens"] + s["num_unmeasured"]),
     }
 

@@ -421,8 +421,9 @@ def test_float32_in_float32_out():
 
 
 def test_merge_and_means_by_hand():
-    parts = [{"num_tokens": 3, "ratio": 6.0, "ratio_max": 2.5, "total_loss": 0.25}, {"num_tokens": 1, "ratio": 2.0, "ratio_max": 4.0, "total_loss": 0.5}]
-    sums = merge(parts)
+    first = {"num_tokens": 3, "ratio": 6.0, "ratio_max": 2.5, "total_loss": 0.25}
+    second = {"num_tokens": 1, "ratio": 2.0, "ratio_max": 4.0, "total_loss": 0.5}
+    sums = merge([first, second])
     assert sums == {"num_tokens": 4, "ratio": 8.0, "ratio_max": 4.0, "total_loss": 0.75}
     assert means(sums) == {"num_tokens": 4, "ratio": 2.0, "ratio_max": 4.0, "total_loss": 0.75}
     assert means({"num_tokens": 0, "ratio": 0.0}) == {"num_tokens": 0, "ratio": 0.0}
