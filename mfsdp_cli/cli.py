@@ -10,9 +10,9 @@ from typing import Annotated, Literal, Optional
 
 import typer
 
-from mfsdp_cli import __version__, cli_config
+from mfsdp_cli import __version__, cli_config, cli_train
 from mfsdp_cli.errors import EXIT_CODES, MACHINE_UNFIT, OK, RUN_FAILED, USAGE, MfsdpError, Problem
-from mfsdp_cli.options import STYLE, Assignments, CheckpointPath, Config, Json, NoColor, Preset, Quiet, Verbose
+from mfsdp_cli.options import STYLE, CheckpointPath, Json, NoColor, Quiet
 from mfsdp_cli.output import Console, print_json, print_stderr, print_stdout, save_traceback, silence_stdout
 
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)  # what a machine may refuse: not a bug of ours
@@ -23,6 +23,7 @@ Examples:
   mfsdp prep-data gsm8k -o data/gsm8k
   mfsdp sft --preset sft-gsm8k-qwen2.5-math-7b --train-files data/gsm8k/train.parquet --dry-run
   CKPT=$(mfsdp sft --config run.yaml) && mfsdp ckpt export-hf "$CKPT" -o out
+  mfsdp grpo --preset grpo-gsm8k-math-qwen2.5-math-7b --model out --dry-run
 
 Every command prints its product on stdout and everything else on stderr; --json makes the product one JSON
 object, also on failure. NO_COLOR, FORCE_COLOR and TERM=dumb are respected; MFSDP_DEBUG=1 shows the traceback
@@ -78,60 +79,6 @@ def prep_data(
     return OK
 
 
-@app.command(no_args_is_help=True)
-def sft(
-    settings: Assignments = None,
-    preset: Preset = None,
-    config: Config = None,
-    model: Annotated[Optional[str], typer.Option("--model", help="Hugging Face folder or hub id to start from")] = None,
-    train_files: Annotated[Optional[list[str]], typer.Option("--train-files", help="Parquet files, repeated or comma-separated")] = None,
-    val_files: Annotated[Optional[list[str]], typer.Option("--val-files", help="Parquet files to validate on, likewise")] = None,
-    output: Annotated[Optional[str], typer.Option("--output", help="Run folder; default: runs/<trainer.experiment_name>")] = None,
-    nproc: Annotated[Optional[int], typer.Option("--nproc", help="Ranks on each node: GPUs, or processes on CPU ($NPROC)")] = None,
-    tp: Annotated[Optional[int], typer.Option("--tp", help="Tensor-parallel ranks ($TP)")] = None,
-    pp: Annotated[Optional[int], typer.Option("--pp", help="Pipeline stages; must be 1 with Megatron-FSDP ($PP)")] = None,
-    ep: Annotated[Optional[int], typer.Option("--ep", help="Expert-parallel ranks ($EP)")] = None,
-    cp: Annotated[Optional[int], typer.Option("--cp", help="Context-parallel ranks")] = None,
-    nnodes: Annotated[Optional[int], typer.Option("--nnodes", help="Nodes; start mfsdp on each of them")] = None,
-    node_rank: Annotated[Optional[int], typer.Option("--node-rank", help="Number of this node, from 0")] = None,
-    rdzv_endpoint: Annotated[Optional[str], typer.Option("--rdzv-endpoint", help="host:port of node 0, where the nodes meet")] = None,
-    resume: Annotated[Optional[str], typer.Option("--resume", help="auto: go on where this run stopped; never; or a checkpoint")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Check all of it and show the plan; writes and starts nothing")] = False,
-    json: Json = False, quiet: Quiet = False, verbose: Verbose = False, no_color: NoColor = False,
-) -> int:
-    """Fine-tune a model on chats, through torchrun
-
-    \b
-    Examples:
-      mfsdp sft --preset sft-gsm8k-qwen2.5-math-7b --train-files data/gsm8k/train.parquet --dry-run
-      mfsdp sft --config run.yaml --output runs/a optim.lr=2e-5 trainer.total_epochs=2
-      mfsdp sft --model ./model --train-files a.parquet,b.parquet --nproc 8 --tp 4
-
-    \b
-    Settings: defaults < preset < --config file < $NPROC, $TP, $PP, $EP < KEY=VALUE < named options.
-    `mfsdp config schema` lists the keys. The same command again goes on where it stopped.
-    Ctrl-C once saves and exits with 75; twice ends at once.
-
-    Prints the path of the last complete checkpoint.
-    """
-    from mfsdp_cli.launch import report
-    from mfsdp_cli.launch import sft as launch
-
-    console = Console(json=json, quiet=quiet, verbose=verbose, no_color=no_color)
-    flags = {"model": model, "train-files": _split(train_files), "val-files": _split(val_files), "output": output, "nproc": nproc, "tp": tp,
-             "pp": pp, "ep": ep, "cp": cp, "nnodes": nnodes, "node-rank": node_rank, "rdzv-endpoint": rdzv_endpoint}
-    checked = launch.check(preset=preset, config=config, assignments=settings or [], flags=flags, resume=resume, environ=os.environ)
-    if dry_run:
-        console.problems(checked.problems)
-        console.product(report.dry_run_text(checked), report.dry_run_data(checked))
-        return checked.exit_code
-    if checked.exit_code != OK:
-        raise MfsdpError(checked.problems, hint="mfsdp sft … --dry-run shows the whole plan and starts nothing")
-    console.problems(checked.problems)
-    outcome = launch.start(checked, ["mfsdp", *sys.argv[1:]], console)
-    return launch.tell(outcome, console)
-
-
 @ckpt.command("inspect", no_args_is_help=True)
 def ckpt_inspect(
     path: CheckpointPath,
@@ -182,13 +129,10 @@ def ckpt_export_hf(
     return code
 
 
+for command in (cli_train.sft, cli_train.grpo, cli_train.samples):
+    app.command(no_args_is_help=True)(command)
 app.add_typer(ckpt, name="ckpt")
 app.add_typer(cli_config.app, name="config")
-
-
-def _split(values: list[str] | None) -> list[str] | None:
-    """--train-files a,b --train-files c: three files."""
-    return [part for value in values for part in value.split(",") if part] if values else None
 
 
 def main() -> None:

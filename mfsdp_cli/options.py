@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 
@@ -11,16 +11,23 @@ STYLE = dict(rich_markup_mode=None, pretty_exceptions_enable=False,
              context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 
 
-def complete_preset(incomplete: str) -> list[str]:
-    from mfsdp_cli.config.load import preset_files
+def complete_preset(ctx: typer.Context, incomplete: str) -> list[str]:
+    from mfsdp_cli.config.sources import kind_of_preset, preset_files
 
-    return [name for name in preset_files() if name.startswith(incomplete)]
+    return [name for name in preset_files() if name.startswith(incomplete) and kind_of_preset(name) in _kinds(ctx)]
 
 
-def complete_key(incomplete: str) -> list[str]:
+def complete_key(ctx: typer.Context, incomplete: str) -> list[str]:
     from mfsdp_cli.config.values import leaves
 
-    return [f"{key}=" for key in leaves() if key.startswith(incomplete)]
+    return [f"{key}=" for key in dict.fromkeys(key for kind in _kinds(ctx) for key in leaves(kind)) if key.startswith(incomplete)]
+
+
+def _kinds(ctx: typer.Context) -> list[str]:
+    """What the command is about: its own kind of run, or all."""
+    from mfsdp_cli.config.values import SETTINGS
+
+    return [ctx.info_name] if ctx.info_name in SETTINGS else list(SETTINGS)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also on failure")]
@@ -33,4 +40,5 @@ Preset = Annotated[Optional[str], typer.Option(
 Config = Annotated[Optional[str], typer.Option("--config", metavar="FILE", help="YAML file of settings; lies over the preset")]
 Assignments = Annotated[Optional[list[str]], typer.Argument(
     metavar="[KEY=VALUE]...", help="Settings, as optim.lr=2e-5; lie over preset and file", autocompletion=complete_key)]
+Kind = Annotated[Optional[Literal["sft", "grpo"]], typer.Option("--kind", help="Kind of run that the settings are for")]
 CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help="Run folder, checkpoints folder or one checkpoint")]

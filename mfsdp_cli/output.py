@@ -22,7 +22,7 @@ from mfsdp_cli import __version__
 from mfsdp_cli.errors import Problem
 
 JSON_SCHEMA = 1
-STEP_LINE = re.compile(r"step (\d+)/(\d+) (?=loss )")  # a line with val_loss is a status line: rare, and no step done
+STEP_LINE = re.compile(r"step (\d+)/(\d+) (?=loss |reward )")  # a line with val_loss is a status line: rare, and no step done
 STYLES = {"error": "\033[1;31m", "warning": "\033[1;33m", "note": "\033[1;36m", "hint": "\033[1;36m"}
 FIRST_STEPS = 10  # shown one by one where there is no bar, then every STEP_INTERVAL-th
 STEP_INTERVAL = 10

@@ -2,22 +2,28 @@
 
 Keys were taken from verl's sft_trainer_engine.yaml, engine/megatron.yaml, optim/megatron.yaml and model/hf_model.yaml
 (main, mid 2026). A line copied from a verl script works, or says exactly why not. Patterns are fnmatch patterns.
+`aliases_grpo` has those of reinforcement learning.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from mfsdp_cli.config.values import free_value
+from mfsdp_cli.config import aliases_grpo
+from mfsdp_cli.config.values import as_text, free_value, leaf_of
+
+REWARD_FUNCTION = aliases_grpo.REWARD_FUNCTION
 
 # A prefix of verl's nested RL configuration and the section of ours that it means.
-PREFIXES = {
+SFT_PREFIXES = {
     "actor_rollout_ref.actor.megatron.": "engine.",
     "actor_rollout_ref.actor.optim.": "optim.",
     "actor_rollout_ref.actor.checkpoint.": "checkpoint.",
     "actor_rollout_ref.model.": "model.",
 }
+
+# --- both kinds of run ----------------------------------------------------------------------------------------------
 
 RENAMED = {
     "trainer.default_local_dir": "trainer.output_dir",
@@ -27,11 +33,9 @@ RENAMED = {
     "use_remove_padding": "model.use_remove_padding",
     "model.partial_pretrain": "model.path",
     "model.lora.rank": "model.lora_rank",
-    "data.multiturn.messages_key": "data.messages_key",
     "optim.lr_scheduler_type": "optim.lr_decay_style",
     "optim.warmup_style": "optim.lr_decay_style",
     "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
-    "actor_rollout_ref.actor.grad_clip": "optim.clip_grad",
     "engine.override_ddp_config.data_parallel_sharding_strategy": "engine.data_parallel_sharding_strategy",
     "engine.override_ddp_config.use_distributed_optimizer": "engine.use_distributed_optimizer",
 }
@@ -53,10 +57,9 @@ ONLY = {
     "engine.virtual_pipeline_model_parallel_size": (_UNSET, "it needs pipeline stages, which Megatron-FSDP has not", "leave it out"),
     "engine.use_dist_checkpointing": ((True, *_UNSET), "checkpoints are always DTensor checkpoints", "leave it out"),
     "engine.dist_checkpointing_path": (_UNSET, "training starts from a Hugging Face model", "set model.path, or trainer.resume_from_path"),
-    "engine.forward_only": (_UNSET, "sft trains", "leave it out"),
     "engine.dynamic_context_parallel": (_UNSET, "Megatron-FSDP refuses it", "use engine.context_parallel_size"),
     "engine.pad_to_length": (_UNSET, "batches are packed, never padded to a length", "leave it out"),
-    "engine.router_replay.mode": (("disabled",), "router replay is for reinforcement learning", "leave it out"),
+    "engine.router_replay.mode": (("disabled",), f"router replay {_NOT_HERE}", "leave it out"),
     "engine.qat.enable": (_UNSET, f"quantization-aware training {_NOT_HERE}", "leave it out"),
     "engine.override_mcore_model_config": (_UNSET, f"it {_NOT_HERE}", "use engine.override_transformer_config"),
     "engine.override_mcore_model_config.*": ((), f"it {_NOT_HERE}", "use engine.override_transformer_config"),
@@ -84,16 +87,14 @@ ONLY = {
     "model.tiled_mlp.enabled": (_UNSET, f"it {_NOT_HERE}", "leave it out"),
     "model.mtp.enable": (_UNSET, f"multi-token prediction {_NOT_HERE}", "leave it out"),
     "ulysses_sequence_parallel_size": ((1,), "it belongs to verl's FSDP engine", "use engine.context_parallel_size"),
-    "data.multiturn.enable": ((True, None), "data is always chat messages", "make the messages column with: mfsdp prep-data"),
-    "data.custom_cls": (_UNSET, f"a data set class of one's own {_NOT_HERE}", "write parquet files with a messages column"),
-    "data.custom_cls.*": (_UNSET, f"a data set class of one's own {_NOT_HERE}", "write parquet files with a messages column"),
+    "data.custom_cls": (_UNSET, f"a data set class of one's own {_NOT_HERE}", "write parquet files as mfsdp prep-data does"),
+    "data.custom_cls.*": (_UNSET, f"a data set class of one's own {_NOT_HERE}", "write parquet files as mfsdp prep-data does"),
     "data.tokenizer": (_UNSET, "the tokenizer is read from the model folder", "set model.path"),
     "data.apply_chat_template_kwargs": (_UNSET, f"it {_NOT_HERE}", "leave it out"),
     "data.apply_chat_template_kwargs.*": ((), f"it {_NOT_HERE}", "leave it out"),
     "data.enable_thinking_default": ((None, "none"), f"it {_NOT_HERE}", "leave it out"),
     "trainer.default_hdfs_dir": (_UNSET, f"copying to HDFS {_NOT_HERE}", "copy trainer.output_dir after the run"),
     "trainer.wandb_proxy": (_UNSET, f"it {_NOT_HERE}", "set HTTPS_PROXY in the environment"),
-    "trainer.val_before_train": (_UNSET, f"it {_NOT_HERE}", "leave it out"),
 }
 
 # Accepted whatever the value, with a note.
@@ -106,11 +107,11 @@ IGNORED = {
     "engine.dist_ckpt_optim_fully_reshardable": "checkpoints can always be resharded",
     "engine.distrib_optim_fully_reshardable_mem_efficient": "checkpoints can always be resharded",
     "engine.max_seqlen_per_dp_cp_rank": "it belongs to dynamic context parallelism",
-    "engine.entropy_from_logits_*": "supervised fine-tuning needs no entropy",
+    "engine.entropy_from_logits_*": "the logits are worked on in pieces anyhow",
     "engine.pad_bshd_to_minibatch_max": "batches are packed",
     "engine.pad_to_length_bucket": "batches are packed",
     "engine.offload.disk.*": "there is no off-loading",
-    "engine.router_replay.*": "router replay is for reinforcement learning",
+    "engine.router_replay.*": "there is no router replay",
     "engine.qat.*": "there is no quantization-aware training",
     "engine.override_ddp_config.grad_reduce_in_fp32": "Megatron-FSDP never reads it; gradients are float32 here",
     "model.lora_alpha": "there is no LoRA",
@@ -130,20 +131,15 @@ IGNORED = {
     "data.balance_dp_token": "verl does not read it either",
     "data.use_shm": "files are read where they are",
     "data.num_workers": "tokenizing needs no worker setting",
-    "data.return_raw_chat": "it is for rollouts",
+    "data.return_raw_chat": "chats are always kept",
     "trainer.balance_batch": "the loader shares out the rows by its own rule",
     "trainer.profile_interval": "there is no profiler",
     "trainer.use_legacy_worker_impl": "it selects among verl's own workers",
     "profiler.*": "there is no profiler",
     "global_profiler.*": "there is no profiler",
-    "ray_kwargs.*": "sft runs under torchrun",
-    "ray_init.*": "sft runs under torchrun",
     "hydra.*": "Hydra is not used",
     "*._target_": "it names verl's own classes",
 }
-
-# Sections of verl's reinforcement learning trainer.
-RL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "reward", "reward_model", "custom_reward_function", "distillation")
 
 # Names from TRL and Megatron-LM: suggested, never taken silently.
 FOREIGN = {
@@ -152,9 +148,6 @@ FOREIGN = {
     "max_steps": "trainer.total_training_steps",
     "train_iters": "trainer.total_training_steps",
     "global_batch_size": "data.train_batch_size",
-    "per_device_train_batch_size": "data.micro_batch_size_per_gpu",
-    "micro_batch_size": "data.micro_batch_size_per_gpu",
-    "micro_batch_size_per_gpu": "data.micro_batch_size_per_gpu",
     "warmup_ratio": "optim.lr_warmup_steps_ratio",
     "lr_warmup_fraction": "optim.lr_warmup_steps_ratio",
     "warmup_steps": "optim.lr_warmup_steps",
@@ -163,7 +156,6 @@ FOREIGN = {
     "adam_beta2": "optim.betas",
     "adam_epsilon": "optim.eps",
     "model_name_or_path": "model.path",
-    "max_seq_length": "data.max_length",
     "gradient_checkpointing": "engine.recompute",
     "recompute_granularity": "engine.recompute",
     "save_steps": "trainer.save_freq",
@@ -181,6 +173,52 @@ FOREIGN = {
 }
 
 
+# --- supervised fine-tuning alone -----------------------------------------------------------------------------------
+
+SFT_RENAMED = {
+    "data.multiturn.messages_key": "data.messages_key",
+    "actor_rollout_ref.actor.grad_clip": "optim.clip_grad",
+}
+SFT_ONLY = {
+    "engine.forward_only": (_UNSET, "sft trains", "leave it out"),
+    "data.multiturn.enable": ((True, None), "data is always chat messages", "make the messages column with: mfsdp prep-data"),
+    "trainer.val_before_train": (_UNSET, f"it {_NOT_HERE}", "leave it out"),
+}
+SFT_IGNORED = {
+    "ray_kwargs.*": "sft runs under torchrun",
+    "ray_init.*": "sft runs under torchrun",
+}
+SFT_FOREIGN = {
+    "per_device_train_batch_size": "data.micro_batch_size_per_gpu",
+    "micro_batch_size": "data.micro_batch_size_per_gpu",
+    "micro_batch_size_per_gpu": "data.micro_batch_size_per_gpu",
+    "max_seq_length": "data.max_length",
+}
+# Sections of verl's reinforcement learning trainer.
+RL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "reward", "reward_model", "custom_reward_function", "distillation")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a kind of run makes of verl's keys. `values` translates values: key -> {theirs: ours}; see above for the others."""
+
+    prefixes: dict[str, str]
+    renamed: dict[str, str]
+    only: dict[str, tuple]
+    ignored: dict[str, str]
+    foreign: dict[str, str]
+    values: dict[str, dict] = field(default_factory=dict)
+
+
+TABLES = {
+    "sft": Tables(SFT_PREFIXES, RENAMED | SFT_RENAMED, ONLY | SFT_ONLY, IGNORED | SFT_IGNORED, FOREIGN | SFT_FOREIGN),
+    "grpo": Tables(
+        aliases_grpo.PREFIXES, RENAMED | aliases_grpo.RENAMED, ONLY | aliases_grpo.ONLY, IGNORED | aliases_grpo.IGNORED,
+        FOREIGN | aliases_grpo.FOREIGN, aliases_grpo.VALUES,
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Told:
     """A key that sets nothing: level "note" (accepted) or "error" (refused), why, and the way out."""
@@ -190,13 +228,22 @@ class Told:
     fix: str = ""
 
 
-def resolve(key: str, raw) -> str | Told:
-    """Our dotted key for a key as the user wrote it (which may still be unknown), or why it sets nothing."""
-    for prefix, ours in PREFIXES.items():
-        if key.startswith(prefix):
-            key = ours + key.removeprefix(prefix)
-    key = RENAMED.get(key, key)
-    rule = ONLY.get(key) or next((ONLY[p] for p in ONLY if "*" in p and fnmatchcase(key, p) and not _ignored(key)), None)
+def resolve(key: str, raw, kind: str) -> tuple[str, object] | Told:
+    """Our dotted key and value for those that the user wrote (the key may still be unknown), or why they set nothing."""
+    if leaf_of(key, kind) is not None:
+        return key, raw
+    tables, of_reference = TABLES[kind], is_of_reference(key, kind)
+    prefix = max((p for p in tables.prefixes if key.startswith(p)), key=len, default=None)
+    if prefix is not None:
+        key = tables.prefixes[prefix] + key.removeprefix(prefix)
+    if key in tables.values:
+        return _translate(tables, key, raw)
+    key = tables.renamed.get(key, key)
+    if leaf_of(key, kind) is not None:
+        return key, raw
+    if of_reference and key == "engine.forward_only":
+        return Told("note", "accepted and without effect: the reference model is never trained")
+    rule = tables.only.get(key) or next((tables.only[p] for p in tables.only if "*" in p and fnmatchcase(key, p) and not _ignored(key, kind)), None)
     if rule is not None:
         values, why, fix = rule
         value = free_value(raw)
@@ -204,13 +251,28 @@ def resolve(key: str, raw) -> str | Told:
         if any(value == v and type(value) is type(v) for v in values):
             return Told("note", f"accepted and without effect: {why}")
         return Told("error", why, fix)
-    if (why := _ignored(key)) is not None:
+    if (why := _ignored(key, kind)) is not None:
         return Told("note", f"accepted and without effect: {why}")
-    if key.split(".")[0] in RL_SECTIONS:
+    if kind == "sft" and key.split(".")[0] in RL_SECTIONS:
         return Told("error", "this is a setting of reinforcement learning, not of sft", "leave it out")
-    return key
+    return key, raw
 
 
-def _ignored(key: str) -> str | None:
-    exact = IGNORED.get(key)
-    return exact if exact is not None else next((why for p, why in IGNORED.items() if "*" in p and fnmatchcase(key, p)), None)
+def is_of_reference(key: str, kind: str) -> bool:
+    """Whether a key of verl's is about the engine of the reference model, which shares engine.* with the actor."""
+    return kind == "grpo" and key.removeprefix("actor_rollout_ref.").startswith("ref.megatron.")
+
+
+def _translate(tables: Tables, key: str, raw) -> tuple[str, object] | Told:
+    """A key of which the values have other names here."""
+    value, known = free_value(raw), tables.values[key]
+    if (value is None or isinstance(value, str)) and value in known:
+        return tables.renamed[key], known[value]
+    legal = ", ".join(map(as_text, known))
+    return Told("error", f"this value is not offered here; {tables.renamed[key]} stands for it", f"write one of: {legal}")
+
+
+def _ignored(key: str, kind: str) -> str | None:
+    ignored = TABLES[kind].ignored
+    exact = ignored.get(key)
+    return exact if exact is not None else next((why for p, why in ignored.items() if "*" in p and fnmatchcase(key, p)), None)

@@ -1,8 +1,9 @@
 """Every rule that a run must keep, as small functions (settings, facts) -> problems. Nothing is started, nothing imported.
 
 Megatron-LM's and Bridge's own asserts sit in validators that a program which builds its model through a provider never
-passes, so they are restated here. This file: `check`, and the rules on settings alone. `rules_model`: the model and the
-parallel sizes. `rules_override`: engine.override_transformer_config. `rules_machine`: GPUs, packages, environment, files.
+passes, so they are restated here. This file: `check`, and the rules on settings that every kind of run has. `rules_sft`,
+`rules_grpo`, `rules_rollout`: those of one kind. `rules_model`: the model and the parallel sizes. `rules_override`:
+engine.override_transformer_config. `rules_machine`: GPUs, packages, environment, files.
 """
 
 from __future__ import annotations
@@ -11,29 +12,32 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mfsdp_cli.config import rules_machine, rules_model, rules_override
-from mfsdp_cli.config.rules_model import data_parallel, world_size
-from mfsdp_cli.config.values import as_text, leaf_of, nearest
+from mfsdp_cli.config import rules_grpo, rules_machine, rules_model, rules_override, rules_rollout, rules_sft
+from mfsdp_cli.config.rules_machine import train_rows
+from mfsdp_cli.config.values import as_text, kind_of, leaf_of, nearest
 from mfsdp_cli.errors import Problem
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
+    from mfsdp_cli.config.schema_grpo import GrpoSettings
     from mfsdp_cli.launch.facts import Facts
 
 MBRIDGE_CONFIG = {"distributed_filesystem": bool, "memory_efficient": bool}
 
 
-def check(settings: SftSettings, origins: dict[str, str], facts: Facts) -> list[Problem]:
+def check(settings: SftSettings | GrpoSettings, origins: dict[str, str], facts: Facts) -> list[Problem]:
     """All problems of these settings on this machine, with the origin of each value."""
-    rules = RULES + rules_model.RULES + rules_override.RULES + rules_machine.RULES
-    return [replace(p, where=p.where or _origin(p.key, origins)) for rule in rules for p in rule(settings, facts)]
+    kind = kind_of(settings)
+    own = rules_sft.RULES if kind == "sft" else rules_grpo.RULES + rules_rollout.RULES
+    rules = RULES + own + rules_model.RULES + rules_override.RULES + rules_machine.RULES
+    return [replace(p, where=p.where or _origin(p.key, origins, kind)) for rule in rules for p in rule(settings, facts)]
 
 
-def _origin(key: str, origins: dict[str, str]) -> str:
+def _origin(key: str, origins: dict[str, str], kind: str) -> str:
     if key in origins:
         return origins[key]
     inside = [where for k, where in origins.items() if k.startswith(key + ".")]
-    return inside[0] if inside else "default" if leaf_of(key) is not None else ""
+    return inside[0] if inside else "default" if leaf_of(key, kind) is not None else ""
 
 
 # --- what must be given, and the three flags ------------------------------------------------------------------------
@@ -44,8 +48,10 @@ def required(s, f) -> Iterator[Problem]:
         yield Problem(
             "model.path", "null", "there is no model to start from", "--model Qwen/Qwen2.5-Math-7B, or the path of a Hugging Face folder",
         )
+    grpo = kind_of(s) == "grpo"
     if not s.data.train_files:
-        yield Problem("data.train_files", "[]", "there is nothing to train on", "--train-files FILE.parquet; mfsdp prep-data writes one")
+        writer = "mfsdp prep-data … --for rl" if grpo else "mfsdp prep-data"
+        yield Problem("data.train_files", "[]", "there is nothing to train on", f"--train-files FILE.parquet; {writer} writes one")
 
 
 def three_flags(s, f) -> Iterator[Problem]:
@@ -173,55 +179,11 @@ def warmup_shorter_than_run(s, f) -> Iterator[Problem]:
 
 
 def total_steps(s, f) -> int:
-    """Optimizer steps of the run; 0 while the data is unknown."""
+    """Steps of the run; 0 while the data is unknown."""
     return s.trainer.total_training_steps or s.trainer.total_epochs * (train_rows(s, f) // s.data.train_batch_size)
 
 
-def train_rows(s, f) -> int:
-    rows = sum(f.parquet[p].num_rows for p in s.data.train_files if p in f.parquet)
-    return rows if s.data.train_max_samples < 0 else min(rows, s.data.train_max_samples)
-
-
 # --- data -----------------------------------------------------------------------------------------------------------
-
-
-def batch_problem(train_batch_size: int, dp: int, micro: int) -> tuple[str, str] | None:
-    """(why, fix) when a batch of rows cannot be split over `dp` ranks in micro batches of `micro` rows; None when it can.
-
-    >>> batch_problem(8, 4, 3)[0]
-    '8 rows cannot be split over 4 data-parallel ranks x 3 rows a micro batch = 12'
-    """
-    unit = dp * micro
-    if train_batch_size % unit == 0:
-        return None
-    why = f"{train_batch_size} rows cannot be split over {dp} data-parallel ranks x {micro} rows a micro batch = {unit}"
-    micros = [str(m) for m in range(1, train_batch_size // dp + 1) if train_batch_size % (dp * m) == 0]
-    below = train_batch_size // unit * unit
-    batches = " or ".join(str(b) for b in (below, below + unit) if b > 0)
-    by_micro = f"data.micro_batch_size_per_gpu {_either(micros)}, or " if micros else ""
-    return why, f"{by_micro}data.train_batch_size {batches}"
-
-
-def _either(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def batch(s, f) -> Iterator[Problem]:
-    dp, size = data_parallel(s), s.data.train_batch_size
-    if dp is None:
-        return
-    if not s.data.use_dynamic_bsz:
-        wrong = batch_problem(size, dp, s.data.micro_batch_size_per_gpu)
-        if wrong:
-            yield Problem("data.train_batch_size", str(size), *wrong)
-    elif size < dp:
-        why = f"{size} rows cannot feed {dp} data-parallel ranks ({world_size(s)} ranks / TP x CP)"
-        yield Problem("data.train_batch_size", str(size), why, f"data.train_batch_size={dp} or more")
-    rows = train_rows(s, f)
-    readable = s.data.train_files and all(p in f.parquet and not f.parquet[p].error for p in s.data.train_files)
-    if readable and rows < size:
-        why = f"there are {rows} training rows, so not one full batch"
-        yield Problem("data.train_batch_size", str(size), why, f"at most {rows}, or more data" if rows else "more data")
 
 
 def sample_limits(s, f) -> Iterator[Problem]:
@@ -236,43 +198,7 @@ def sample_limits(s, f) -> Iterator[Problem]:
             yield Problem(f"trainer.{name}", "0", "every 0 steps means nothing", f"trainer.{name}=-1 does it only at the end")
 
 
-def lengths(s, f) -> Iterator[Problem]:
-    budget, longest = s.data.max_token_len_per_gpu, s.data.max_length
-    if longest is not None and longest > budget:
-        why = f"a conversation of {longest} tokens does not fit into a micro batch of max_token_len_per_gpu = {budget}"
-        yield Problem("data.max_length", str(longest), why, f"data.max_length={budget}, or data.max_token_len_per_gpu={longest}")
-    positions = (f.model_config or {}).get("max_position_embeddings")
-    if not isinstance(positions, int):
-        return
-    if longest is not None and longest > positions:
-        yield Problem(
-            "data.max_length", str(longest), f"the model has {positions} positions (max_position_embeddings)", f"at most {positions}",
-        )
-    elif longest is None and budget > positions:
-        why = f"conversations up to {budget} tokens are accepted, but the model has {positions} positions"
-        yield Problem("data.max_length", "null", why, f"data.max_length={positions}", level="warning")
-
-
-# --- nodes ----------------------------------------------------------------------------------------------------------
-
-
-def nodes(s, f) -> Iterator[Problem]:
-    t = s.trainer
-    if t.nnodes > 1 and not t.rdzv_endpoint:
-        yield Problem(
-            "trainer.rdzv_endpoint", "null", f"{t.nnodes} nodes must find each other",
-            "--rdzv-endpoint HOST:PORT of node 0, the same on every node",
-        )
-    elif t.rdzv_endpoint and not (t.rdzv_endpoint.rpartition(":")[0] and t.rdzv_endpoint.rpartition(":")[2].isdigit()):
-        yield Problem("trainer.rdzv_endpoint", t.rdzv_endpoint, "expected HOST:PORT", "for example node0:29500")
-    if t.node_rank >= t.nnodes:
-        yield Problem(
-            "trainer.node_rank", str(t.node_rank), f"nodes are numbered from 0 to {t.nnodes - 1} (trainer.nnodes = {t.nnodes})",
-            f"at most {t.nnodes - 1}",
-        )
-
-
 RULES = (
     required, three_flags, unsupported_switches, checkpoint_contents, async_save, mbridge_config, resume,
-    learning_rates, betas, warmup_shorter_than_run, batch, sample_limits, lengths, nodes,
+    learning_rates, betas, warmup_shorter_than_run, sample_limits,
 )

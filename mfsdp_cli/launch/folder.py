@@ -15,41 +15,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, complete_steps, require_complete, resolve
+from mfsdp_cli.config.values import kind_of
 from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, MfsdpError, Problem
 from mfsdp_cli.output import print_stderr
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
+    from mfsdp_cli.config.schema_grpo import GrpoSettings
 
 CONFIG = "config.yaml"
 # A resumed run goes on where the data order stopped; each of these keys changes which rows or weights that means.
-FIXED_ON_RESUME = (
-    "model.path", "data.train_files", "data.messages_key", "data.train_batch_size", "data.train_max_samples", "data.shuffle",
-    "data.truncation", "data.max_length", "trainer.seed",
-)
+FIXED_ON_RESUME = {
+    "sft": (
+        "model.path", "data.train_files", "data.messages_key", "data.train_batch_size", "data.train_max_samples", "data.shuffle",
+        "data.truncation", "data.max_length", "trainer.seed",
+    ),
+    "grpo": (
+        "model.path", "ref.path", "data.train_files", "data.prompt_key", "data.train_batch_size", "data.train_max_samples", "data.shuffle",
+        "data.truncation", "data.filter_overlong_prompts", "data.max_prompt_length", "trainer.seed",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run on one node. `path` is RUN/attempts/NNN; the lock is held while `lock` is open."""
+    """One start of a run on one node. `path` is RUN/attempts/NNN; the lock is held while `lock` is open; `program` is what
+    the launcher starts, in words."""
 
     run_dir: Path
     path: Path
     node_rank: int
     lock: TextIO
+    program: str
 
     @property
     def log(self) -> Path:
         return self.path / "launcher.log"
 
 
-def run_folder(settings: SftSettings) -> Path:
+def run_folder(settings: SftSettings | GrpoSettings) -> Path:
     """trainer.output_dir, or runs/<experiment_name>."""
     trainer = settings.trainer
     return Path(trainer.output_dir).expanduser() if trainer.output_dir else Path("runs") / trainer.experiment_name
 
 
-def folder_problems(run_dir: Path, settings: SftSettings, origins: dict[str, str]) -> list[Problem]:
+def folder_problems(run_dir: Path, settings: SftSettings | GrpoSettings, origins: dict[str, str]) -> list[Problem]:
     """What keeps these settings from starting, or going on, in this folder. Reads only."""
     if run_dir.exists() and not run_dir.is_dir():
         return [Problem("trainer.output_dir", str(run_dir), "is a file; a run needs a folder", "name another folder",
@@ -57,7 +67,7 @@ def folder_problems(run_dir: Path, settings: SftSettings, origins: dict[str, str
     return _lock_problems(run_dir, settings.trainer.node_rank) + _resume_problems(run_dir, settings, origins)
 
 
-def open_attempt(run_dir: Path, settings: SftSettings, origins: dict[str, str]) -> Attempt:
+def open_attempt(run_dir: Path, settings: SftSettings | GrpoSettings, origins: dict[str, str]) -> Attempt:
     """Lock the run folder, judge it once more under the lock, and write config.yaml, origin.json and a new attempts/NNN.
 
     Raises MfsdpError when another launcher holds the lock or the folder cannot be used.
@@ -87,7 +97,7 @@ def open_attempt(run_dir: Path, settings: SftSettings, origins: dict[str, str]) 
     if node_rank == 0 or not (run_dir / CONFIG).exists():
         _write(run_dir / CONFIG, text)
         _write(run_dir / "origin.json", json.dumps(origins, indent=1, ensure_ascii=False) + "\n")
-    return Attempt(run_dir, path, node_rank, lock)
+    return Attempt(run_dir, path, node_rank, lock, "torchrun" if kind_of(settings) == "sft" else "the driver")
 
 
 def record_command(attempt: Attempt, called: str, started: str) -> None:
@@ -108,7 +118,7 @@ def next_attempt(attempts: Path, node_rank: int) -> Path:
     return attempts / f"{max((int(n) for n in names if n.isdecimal()), default=0) + 1:03d}{suffix}"
 
 
-def _resume_problems(run_dir: Path, settings: SftSettings, origins: dict[str, str]) -> list[Problem]:
+def _resume_problems(run_dir: Path, settings: SftSettings | GrpoSettings, origins: dict[str, str]) -> list[Problem]:
     """A folder with checkpoints is continued with the settings that made them, or refused; never begun anew."""
     checkpoints, mode = run_dir / CHECKPOINTS, settings.trainer.resume_mode
     if mode == "resume_path":
@@ -162,21 +172,24 @@ def _held(run_dir: Path, node_rank: int) -> Problem:
                    "wait for it, stop it (kill its pid: it saves first), or choose another --output", code=MACHINE_UNFIT)
 
 
-def _changed_keys(run_dir: Path, settings: SftSettings, origins: dict[str, str], step: int) -> list[Problem]:
+def _changed_keys(run_dir: Path, settings: SftSettings | GrpoSettings, origins: dict[str, str], step: int) -> list[Problem]:
     """Settings that differ from those the folder's checkpoints were made with and would make the rest another run."""
     from mfsdp_cli.config.load import read_resolved, to_dict
-    from mfsdp_cli.config.values import as_text
+    from mfsdp_cli.config.values import as_text, other_kind
 
-    file = run_dir / CONFIG
+    file, kind = run_dir / CONFIG, kind_of(settings)
     if not file.is_file():
         return []
     try:
-        before = to_dict(read_resolved(file))
+        before = to_dict(read_resolved(file, kind))
     except MfsdpError as error:
+        if _parses(file, other_kind(kind)):
+            why = f"it holds checkpoints up to step {step} of mfsdp {other_kind(kind)}, and this is mfsdp {kind}"
+            return [Problem("trainer.output_dir", str(run_dir), why, "choose another --output", origins.get("trainer.output_dir", "default"))]
         return [Problem(str(file), "", f"the settings of the earlier attempt cannot be read: {error}",
                         "restore the file, or choose another --output", code=BAD_INPUT)]
     now, problems = to_dict(settings), []
-    for key in FIXED_ON_RESUME:
+    for key in FIXED_ON_RESUME[kind]:
         section, name = key.split(".")
         old, new = before[section][name], now[section][name]
         if old != new:
@@ -184,6 +197,16 @@ def _changed_keys(run_dir: Path, settings: SftSettings, origins: dict[str, str],
             fix = f"set {key} back to {as_text(old)}, or choose another --output"
             problems.append(Problem(key, as_text(new), why, fix, origins.get(key, "default")))
     return problems
+
+
+def _parses(file: Path, kind: str) -> bool:
+    from mfsdp_cli.config.load import read_resolved
+
+    try:
+        read_resolved(file, kind)
+    except MfsdpError:
+        return False
+    return True
 
 
 def _write(path: Path, text: str) -> None:

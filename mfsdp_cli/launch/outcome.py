@@ -119,8 +119,8 @@ def _torchrun_table(log: Path) -> tuple[int | None, int]:
 
 
 def _died(attempt: Attempt, common: dict, rank: int | None, code: int) -> Outcome:
-    """No rank could tell: a signal, or an end before our code ran. rank None: torchrun itself."""
-    who = "torchrun" if rank is None else f"rank {rank}"
+    """No rank could tell: a signal, or an end before our code ran. rank None: the process that we started."""
+    who = attempt.program if rank is None else f"rank {rank}"
     log, tail = _tail(*([] if rank is None else [attempt.path / f"rank{rank}.log"]), attempt.log)
     if code < 0:
         exit_code, status, message = SIGNAL_BASE - code, "killed", f"{who} was killed by {signal_words(-code)}"

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+from mfsdp_cli.config.rules_grpo import uses_reference
+from mfsdp_cli.config.rules_rollout import num_engines, sampler_gpus
+from mfsdp_cli.config.values import kind_of
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
+    from mfsdp_cli.config.schema_grpo import GrpoSettings
     from mfsdp_cli.launch.facts import Facts
 
 
@@ -17,9 +23,9 @@ class Plan:
     num_train_rows, num_val_rows   rows used, after train_max_samples and val_max_samples
     steps_per_epoch      whole batches in an epoch; the dropped_rows_per_epoch left over are other rows in every epoch,
                          since the order changes, unless data.shuffle is False
-    total_steps          optimizer steps of the whole run
+    total_steps          steps of the whole run: in SFT one update each, in GRPO one rollout each and the updates on it
     warmup_steps         steps in which the learning rate rises
-    rows_per_dp_rank     conversations of one step that one data-parallel rank works on
+    rows_per_dp_rank     conversations, or responses, of one update that one data-parallel rank works on
     """
 
     world_size: int
@@ -40,7 +46,28 @@ class Plan:
     rows_per_dp_rank: float
 
 
-def make_plan(settings: SftSettings, facts: Facts) -> Plan:
+@dataclass(frozen=True)
+class GrpoPlan(Plan):
+    """What reinforcement learning adds.
+
+    num_engines, gpus_per_engine  sampler processes and the GPUs of each (0 on CPU)
+    num_gpus             of the trainer and of samplers that are apart, over all nodes (0 on CPU)
+    samples_per_step     responses of one rollout, train_batch_size x rollout.n
+    samples_per_update   responses of one optimizer step, ppo_mini_batch_size x rollout.n
+    updates_per_step     optimizer steps on one rollout
+    uses_reference       whether a reference model is loaded
+    """
+
+    num_engines: int
+    gpus_per_engine: int
+    num_gpus: int
+    samples_per_step: int
+    samples_per_update: int
+    updates_per_step: int
+    uses_reference: bool
+
+
+def make_plan(settings: SftSettings | GrpoSettings, facts: Facts) -> Plan:
     """Derive the plan. Never raises: a layout that does not divide is rounded down here and refused by `config.rules`."""
     engine, data, optim, trainer = settings.engine, settings.data, settings.optim, settings.trainer
     tp, pp, cp = engine.tensor_model_parallel_size, engine.pipeline_model_parallel_size, engine.context_parallel_size
@@ -50,17 +77,38 @@ def make_plan(settings: SftSettings, facts: Facts) -> Plan:
     rows = _num_rows(data.train_files, data.train_max_samples, facts)
     steps_per_epoch = rows // data.train_batch_size
     total = trainer.total_training_steps or trainer.total_epochs * steps_per_epoch
-    return Plan(
+    device = choose_device(engine.device, facts.num_gpus)
+    if kind_of(settings) == "sft":
+        make, per_update = Plan, data.train_batch_size
+    else:
+        make, per_update = _grpo_plan(settings, device), settings.actor.ppo_mini_batch_size * settings.rollout.n
+    return make(
         world_size=world, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp,
         expert_dp=max(1, world // (ep * etp * pp)),
-        device=choose_device(engine.device, facts.num_gpus),
+        device=device,
         num_train_rows=rows,
         num_val_rows=_num_rows(data.val_files, data.val_max_samples, facts),
         steps_per_epoch=steps_per_epoch,
         dropped_rows_per_epoch=rows - steps_per_epoch * data.train_batch_size,
         total_steps=total,
         warmup_steps=warmup_steps(optim.lr_warmup_steps, optim.lr_warmup_steps_ratio, total),
-        rows_per_dp_rank=data.train_batch_size / dp,
+        rows_per_dp_rank=per_update / dp,
+    )
+
+
+def _grpo_plan(settings: GrpoSettings, device: str) -> partial[GrpoPlan]:
+    actor, rollout, cuda = settings.actor, settings.rollout, device == "cuda"
+    batch = settings.data.train_batch_size
+    ranks = settings.trainer.nnodes * settings.trainer.n_gpus_per_node
+    return partial(
+        GrpoPlan,
+        num_engines=num_engines(settings, cuda),
+        gpus_per_engine=rollout.tensor_model_parallel_size if cuda else 0,
+        num_gpus=ranks + sampler_gpus(settings) if cuda else 0,
+        samples_per_step=batch * rollout.n,
+        samples_per_update=actor.ppo_mini_batch_size * rollout.n,
+        updates_per_step=batch // actor.ppo_mini_batch_size * actor.ppo_epochs,
+        uses_reference=uses_reference(settings),
     )
 
 

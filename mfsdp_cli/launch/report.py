@@ -6,12 +6,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, latest_complete
+from mfsdp_cli.config.values import kind_of
 from mfsdp_cli.errors import EXIT_CODES, OK
-from mfsdp_cli.launch.command import child_environment, shell_line, torchrun_command
+from mfsdp_cli.launch.command import child_command, child_environment, shell_line
 from mfsdp_cli.launch.folder import next_attempt
 
 if TYPE_CHECKING:
-    from mfsdp_cli.launch.sft import Checked
+    from mfsdp_cli.launch.start import Checked
 
 
 def dry_run_data(checked: Checked) -> dict:
@@ -19,8 +20,8 @@ def dry_run_data(checked: Checked) -> dict:
     settings, facts = checked.settings, checked.facts
     environment = child_environment(settings, checked.plan, facts)
     nodes = []
-    for rank in range(settings.trainer.nnodes):
-        argv = torchrun_command(settings, checked.run_dir, next_attempt(checked.run_dir / "attempts", rank), rank)
+    for rank in range(settings.trainer.nnodes if kind_of(settings) == "sft" else 1):
+        argv = child_command(settings, checked.run_dir, next_attempt(checked.run_dir / "attempts", rank), rank)
         nodes.append({"node_rank": rank, "argv": argv, "line": shell_line(argv, environment)})
     checkpoint = _resume_from(checked)
     return {
@@ -45,7 +46,7 @@ def dry_run_text(checked: Checked) -> str:
     blocks += [[f"{name}:", *(f"  {line}" for line in data[name])] for name in ("reads", "writes")]
     blocks.append(["environment:", *(f"  {name}={value}" for name, value in data["environment"].items())])
     for node in data["nodes"]:
-        blocks.append([f"command on node {node['node_rank']} (mfsdp sft runs it after writing its --config):", f"  {node['line']}"])
+        blocks.append([f"command on node {node['node_rank']} (mfsdp {kind_of(checked.settings)} runs it after writing its --config):", f"  {node['line']}"])
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
@@ -71,27 +72,71 @@ def _model(checked: Checked) -> str:
 def _arithmetic(checked: Checked) -> list[tuple[str, str]]:
     settings, plan = checked.settings, checked.plan
     data, optim, trainer = settings.data, settings.optim, settings.trainer
-    micro = f"up to {data.max_token_len_per_gpu} tokens" if data.use_dynamic_bsz else f"{data.micro_batch_size_per_gpu} rows"
+    start = f"{optim.lr_warmup_init:g} to {optim.lr:g} in {plan.warmup_steps} steps" if plan.warmup_steps else f"{optim.lr:g} from the first step"
+    constant = optim.lr_decay_style == "constant"
+    decay = "then constant" if constant else f"then {optim.lr_decay_style} to {optim.min_lr:g} at step {plan.total_steps}"
     experts = f"; experts: EP {plan.ep} x ETP {plan.etp} x expert-DP {plan.expert_dp}" if plan.ep > 1 or plan.etp > 1 else ""
-    epoch = f"{plan.num_train_rows} rows // {data.train_batch_size} = {plan.steps_per_epoch}"
+    sign = "=" if plan.world_size == plan.tp * plan.pp * plan.cp * plan.dp else "is not"
+    sft = kind_of(settings) == "sft"
+    return [
+        ("world", f"{plan.world_size} ranks ({trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''} x {trainer.n_gpus_per_node}, "
+                  f"{plan.device}) {sign} TP {plan.tp} x PP {plan.pp} x CP {plan.cp} x DP {plan.dp}{experts}"),
+        *(_sft_batch(settings, plan) if sft else _grpo_batch(settings, plan)),
+        ("steps", _steps(settings, plan, "rows" if sft else "prompts")),
+        ("lr", f"{start}, {decay}"),
+        ("validate", f"{plan.num_val_rows} rows, {_every(trainer.test_freq)}" if data.val_files else "never (data.val_files is empty)"),
+        ("save", f"{_every(trainer.save_freq)}; keeps {trainer.max_ckpt_to_keep or 'all'}"),
+    ]
+
+
+def _sft_batch(settings, plan) -> list[tuple[str, str]]:
+    data = settings.data
+    micro = f"up to {data.max_token_len_per_gpu} tokens" if data.use_dynamic_bsz else f"{data.micro_batch_size_per_gpu} rows"
+    return [("batch", f"{data.train_batch_size} conversations a step = {plan.rows_per_dp_rank:g} x DP {plan.dp}; "
+                      f"micro batches of {micro} a rank")]
+
+
+def _grpo_batch(settings, plan) -> list[tuple[str, str]]:
+    """Who samples, and how prompts become responses, updates, shares of a rank and micro batches."""
+    data, actor, rollout, ref, algorithm, reward = (
+        settings.data, settings.actor, settings.rollout, settings.ref, settings.algorithm, settings.reward)
+    engines = f"{plan.num_engines} {rollout.name} engine{'s' if plan.num_engines > 1 else ''}"
+    if plan.device == "cpu":
+        where = f"{engines} on CPU"
+    elif rollout.colocate:
+        where = f"{engines} x {plan.gpus_per_engine} GPUs, on the trainer's; {plan.num_gpus} GPUs in all"
+    else:
+        where = f"{engines} x {plan.gpus_per_engine} GPUs of their own; {plan.num_gpus} GPUs in all"
+    overlong = "are left out" if data.filter_overlong_prompts else "are an error" if data.truncation == "error" else f"are cut ({data.truncation})"
+    micro = f"up to {actor.ppo_max_token_len_per_gpu} tokens" if actor.use_dynamic_bsz else f"{actor.ppo_micro_batch_size_per_gpu} responses"
+    epochs = f" x {actor.ppo_epochs} passes" if actor.ppo_epochs > 1 else ""
+    kl = [f"{actor.kl_loss_type} x {actor.kl_loss_coef:g} in the loss"] if actor.use_kl_loss else []
+    kl += [f"{algorithm.kl_penalty} x {algorithm.kl_coef:g} in the reward"] if algorithm.use_kl_in_reward else []
+    scorer = reward.function or (f"{reward.name}, by data_source" if reward.name == "auto" else reward.name)
+    correction = algorithm.rollout_correction
+    bound = "" if correction == "none" else f" at {algorithm.rollout_correction_threshold:g}"
+    return [
+        ("samplers", where),
+        ("rollout", f"{data.train_batch_size} prompts x {rollout.n} responses = {plan.samples_per_step} samples a step, of at most "
+                    f"{data.max_prompt_length} + {data.max_response_length} tokens; longer prompts {overlong}"),
+        ("batch", f"{actor.ppo_mini_batch_size} prompts x {rollout.n} = {plan.samples_per_update} samples an update = "
+                  f"{plan.rows_per_dp_rank:g} x DP {plan.dp}; micro batches of {micro} a rank"),
+        ("updates", f"{data.train_batch_size} // {actor.ppo_mini_batch_size} mini batches{epochs} = {plan.updates_per_step} a step"),
+        ("loss", f"{algorithm.adv_estimator} advantages, {actor.policy_loss} clipped to [1 - {actor.clip_ratio_low:g}, 1 + "
+                 f"{actor.clip_ratio_high:g}], {actor.loss_agg_mode}; correction for the sampler: {correction}{bound}"),
+        ("reference", f"{ref.path or settings.model.path}, frozen; KL {' and '.join(kl)}" if plan.uses_reference else "none (no KL)"),
+        ("reward", f"{scorer}; {reward.num_workers} process{'es' if reward.num_workers > 1 else ''}, {reward.timeout_s:g} s a response"),
+    ]
+
+
+def _steps(settings, plan, rows: str) -> str:
+    data, trainer = settings.data, settings.trainer
+    epoch = f"{plan.num_train_rows} {rows} // {data.train_batch_size} = {plan.steps_per_epoch}"
     if trainer.total_training_steps:
         steps = f"{plan.total_steps} (trainer.total_training_steps); an epoch has {epoch}"
     else:
         steps = f"{epoch} an epoch, x {trainer.total_epochs} epochs = {plan.total_steps}"
-    dropped = f"; {plan.dropped_rows_per_epoch} rows an epoch fill no batch and are left out" if plan.dropped_rows_per_epoch else ""
-    constant = optim.lr_decay_style == "constant"
-    decay = "then constant" if constant else f"then {optim.lr_decay_style} to {optim.min_lr:g} at step {plan.total_steps}"
-    sign = "=" if plan.world_size == plan.tp * plan.pp * plan.cp * plan.dp else "is not"
-    return [
-        ("world", f"{plan.world_size} ranks ({trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''} x {trainer.n_gpus_per_node}, "
-                  f"{plan.device}) {sign} TP {plan.tp} x PP {plan.pp} x CP {plan.cp} x DP {plan.dp}{experts}"),
-        ("batch", f"{data.train_batch_size} conversations a step = {plan.rows_per_dp_rank:g} x DP {plan.dp}; "
-                  f"micro batches of {micro} a rank"),
-        ("steps", steps + dropped),
-        ("lr", f"{optim.lr_warmup_init:g} to {optim.lr:g} in {plan.warmup_steps} steps, {decay}"),
-        ("validate", f"{plan.num_val_rows} rows, {_every(trainer.test_freq)}" if data.val_files else "never (data.val_files is empty)"),
-        ("save", f"{_every(trainer.save_freq)}; keeps {trainer.max_ckpt_to_keep or 'all'}"),
-    ]
+    return steps + (f"; {plan.dropped_rows_per_epoch} {rows} an epoch fill no batch and are left out" if plan.dropped_rows_per_epoch else "")
 
 
 def _every(steps: int) -> str:
@@ -115,5 +160,6 @@ def _writes(checked: Checked) -> list[str]:
     run_dir, logger = checked.run_dir, checked.settings.trainer.logger
     names = ["config.yaml", "origin.json", "command.txt", "lock", "metrics.jsonl", f"{CHECKPOINTS}/step_*/", f"{CHECKPOINTS}/latest"]
     names += ["tensorboard/"] if "tensorboard" in logger else []
+    names += ["samples/"] if kind_of(checked.settings) == "grpo" else []
     attempt = next_attempt(run_dir / "attempts", checked.settings.trainer.node_rank)
     return [f"{run_dir}/{name}" for name in names] + [f"{attempt}/"]

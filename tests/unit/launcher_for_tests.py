@@ -12,7 +12,7 @@ from mfsdp_cli.cli import guarded
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.launch.folder import open_attempt
 from mfsdp_cli.launch.run import run
-from mfsdp_cli.launch.sft import tell
+from mfsdp_cli.launch.start import tell
 from mfsdp_cli.output import Console
 
 

@@ -1,10 +1,10 @@
 """Settings loaded without the environment of whoever runs the tests."""
 
-from mfsdp_cli.config.load import load_sft
+from mfsdp_cli.config.load import load as load_kind
 
 
-def load(*assignments, **kwargs):
-    return load_sft(assignments=assignments, **({"environ": {}} | kwargs))
+def load(*assignments, kind="sft", **kwargs):
+    return load_kind(kind, assignments=assignments, **({"environ": {}} | kwargs))
 
 
 def errors(loaded):

@@ -14,7 +14,7 @@ from typer.main import get_command
 from mfsdp_cli import __version__, cli, errors
 from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
 from mfsdp_cli.launch.folder import open_attempt
-from mfsdp_cli.launch.sft import check
+from mfsdp_cli.launch.start import check
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("NPROC", "TP", "PP", "EP", "CUDA_DEVICE_MAX_CONNECTIONS", "NO_COLOR", "FORCE_COLOR")
@@ -79,7 +79,7 @@ def test_help_and_bare_call_name_every_command_and_exit_code(mfsdp):
 
 def test_every_command_has_help_with_an_example_and_documented_options():
     found = dict(commands())
-    assert set(found) == {("prep-data",), ("sft",), ("ckpt", "inspect"), ("ckpt", "export-hf"),
+    assert set(found) == {("prep-data",), ("sft",), ("grpo",), ("samples",), ("ckpt", "inspect"), ("ckpt", "export-hf"),
                           ("config", "show"), ("config", "diff"), ("config", "schema"), ("config", "presets")}
     for name, command in found.items():
         assert command.help and not command.help.splitlines()[0].endswith("."), name
@@ -205,7 +205,7 @@ def test_head_is_no_failure(inputs):
 def checked(folder, *assignments, resume=None):
     flags = {"model": str(folder / "model"), "train-files": [str(folder / "train.parquet")], "output": str(folder / "run")}
     assignments = ["engine.device=cpu", *assignments]
-    return check(preset=None, config=None, assignments=assignments, flags=flags, resume=resume, environ={"PATH": ""})
+    return check("sft", preset=None, config=None, assignments=assignments, flags=flags, resume=resume, environ={"PATH": ""})
 
 
 def save(run_dir, step):
@@ -219,7 +219,7 @@ def folder_errors(result):
 
 
 def start_once(result):
-    """As `launch.sft.start` does before it starts anything."""
+    """As `launch.start.start` does before it starts anything."""
     attempt = open_attempt(result.run_dir, result.settings, result.origins)
     attempt.lock.close()
     return attempt
@@ -228,7 +228,7 @@ def start_once(result):
 def test_the_run_folder_holds_what_was_asked_for(inputs):
     result = checked(inputs, "optim.lr=3e-4")
     attempt = start_once(result)
-    again = check(preset=None, config=str(inputs / "run/config.yaml"), assignments=[], flags={}, resume=None, environ={"PATH": ""})
+    again = check("sft", preset=None, config=str(inputs / "run/config.yaml"), assignments=[], flags={}, resume=None, environ={"PATH": ""})
     assert again.settings == result.settings and attempt.path == inputs / "run/attempts/001"
     assert (attempt.path / "config.yaml").read_text() == (inputs / "run/config.yaml").read_text()
     origins = json.loads((inputs / "run/origin.json").read_text())

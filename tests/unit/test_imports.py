@@ -16,28 +16,33 @@ HEAVY = ("torch", "transformers", "ray", "vllm", "megatron", "pydantic")
 SLOW = ("rich", "yaml", "pyarrow", "numpy")  # allowed in the front end, but only inside functions
 
 # Who may import whom, by the longest matching prefix. The records of BASE are open to all.
-FRONT = {"cli", "cli_config", "options", "output", "errors", "types", "__main__"}
-BASE = {"__version__", "errors", "types", "config.schema"}
+FRONT = {"cli", "cli_config", "cli_train", "options", "output", "errors", "types", "samples", "__main__"}
+BASE = {"__version__", "errors", "types", "config.schema", "config.schema_grpo"}
 ALLOWED = {
     "__main__": {"cli"},
-    "cli": {"cli_config", "options", "output", "config", "launch", "data.prepare", "checkpoint.manifest", "checkpoint.inspect"},
+    "cli": {"cli_config", "cli_train", "options", "output", "launch", "data.prepare", "checkpoint.manifest", "checkpoint.inspect"},
     "cli_config": {"options", "output", "config"},
+    "cli_train": {"options", "output", "launch", "samples"},
+    "samples": {"output"},
     "options": {"config"},
     "output": set(),
     "errors": set(),
     "types": set(),
     "config": {"config"},
-    "launch": {"launch", "config", "output", "checkpoint.manifest", "checkpoint.inspect", "checkpoint.dcp_metadata"},
+    "launch": {"launch", "config", "output", "checkpoint.manifest", "checkpoint.inspect", "checkpoint.dcp_metadata", "rewards.custom"},
     "data": {"data"},
     "engine": {"engine"},
+    "rollout": {"rollout"},
+    "rewards": {"rewards"},
     "checkpoint": {"checkpoint"},
     "checkpoint.dtensor": {"checkpoint", "engine"},
-    "checkpoint.export_hf": {"checkpoint", "engine"},
-    "train": {"train", "engine", "data", "checkpoint", "config", "launch.plan", "launch.run"},  # arithmetic and contract of the launcher
+    "checkpoint.export_hf": {"checkpoint", "engine", "output"},  # a program of its own, which tells problems as the others do
+    # of launch: arithmetic and contract of the launcher
+    "train": {"train", "engine", "rollout", "rewards", "data", "checkpoint", "config", "launch.plan", "launch.run"},
 }
 # Parts of a package that are front end although the rest of it is not.
 FRONT_MODULES = ("config", "launch", "data.prepare", "data.sources", "data.convert", "checkpoint.manifest", "checkpoint.inspect",
-                 "checkpoint.dcp_metadata", "checkpoint.hf_folder", "checkpoint.layouts")
+                 "checkpoint.dcp_metadata", "checkpoint.hf_folder", "checkpoint.layouts", "rewards.custom", "rewards.base")
 
 
 def modules():

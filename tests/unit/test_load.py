@@ -6,10 +6,14 @@ import sys
 import pytest
 from load_for_tests import errors, load, only_error
 
-from mfsdp_cli.config.load import FLAGS, dump_yaml, load_sft, read_resolved, suggestions, to_dict
+from mfsdp_cli.config.load import ENVIRONMENT, FLAGS, PATH_KEYS, dump_yaml, infer_kind, read_resolved, suggestions, to_dict
+from mfsdp_cli.config.load import load as load_kind
 from mfsdp_cli.config.schema import SftSettings
-from mfsdp_cli.config.values import leaves
+from mfsdp_cli.config.schema_grpo import GrpoSettings
+from mfsdp_cli.config.values import SETTINGS, leaves
 from mfsdp_cli.errors import CONFIG_INVALID, USAGE, MfsdpError
+
+KINDS = ["sft", "grpo"]
 
 
 def write(tmp_path, text, name="run.yaml"):
@@ -49,7 +53,7 @@ def test_flags_take_python_values_and_either_spelling():
         loaded = load(flags=flags)
         assert loaded.problems == [] and loaded.settings.data.train_files == ["a", "b"] and loaded.settings.trainer.n_gpus_per_node == 2
         assert loaded.origins == {"data.train_files": "--train-files", "trainer.n_gpus_per_node": "--nproc"}
-    assert set(FLAGS.values()) <= set(leaves())
+    assert set(FLAGS.values()) | set(ENVIRONMENT.values()) <= set(leaves("sft")) | set(leaves("grpo"))
 
 
 @pytest.mark.parametrize(
@@ -192,18 +196,19 @@ def test_did_you_mean(key, meant):
     assert problem.why == "no such key" and meant in problem.fix
 
 
-def test_one_wrong_letter_always_finds_the_key():
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_wrong_letter_always_finds_the_key(kind):
     rng = random.Random(0)
-    for key in leaves():
+    for key in leaves(kind):
         at = rng.randrange(key.index(".") + 1, len(key))
         if len(key.partition(".")[2]) < 4:
             continue
-        assert key in suggestions(key[:at] + key[at + 1:]), key
-        assert key in suggestions(key[:at] + rng.choice(string.ascii_lowercase) + key[at:]), key
+        assert key in suggestions(key[:at] + key[at + 1:], kind), key
+        assert key in suggestions(key[:at] + rng.choice(string.ascii_lowercase) + key[at:], kind), key
 
 
 def test_an_unknown_key_without_a_likeness():
-    assert only_error(load("zzz.qqq=1")).fix == "mfsdp config schema lists every key"
+    assert only_error(load("zzz.qqq=1")).fix == "mfsdp config schema --kind sft lists every key"
 
 
 def test_arguments_that_are_no_assignments():
@@ -238,6 +243,43 @@ def test_mappings_grow_over_the_layers(tmp_path):
     assert SftSettings().engine.override_transformer_config == {}, "defaults are not shared"
 
 
+# --- two kinds of run -----------------------------------------------------------------------------------------------
+
+
+def test_each_kind_has_its_own_defaults_variables_and_flags():
+    environ = {"TP": "2", "GEN_TP": "4"}
+    sft, grpo = load(environ=environ), load(environ=environ, kind="grpo", flags={"gen-tp": 8, "val-only": True, "reward-fn": "~/r.py:f"})
+    assert sft.origins == {"engine.tensor_model_parallel_size": "$TP"} and sft.settings.optim.lr == 1e-5
+    assert grpo.settings.rollout.tensor_model_parallel_size == 8 and grpo.origins["rollout.tensor_model_parallel_size"] == "--gen-tp"
+    assert grpo.settings.trainer.val_only and grpo.settings.reward.function.endswith("/r.py:f") and "~" not in grpo.settings.reward.function
+    assert (grpo.settings.optim.lr, grpo.settings.optim.lr_decay_style, grpo.settings.trainer.total_epochs) == (1e-6, "constant", 15)
+    assert load(kind="grpo").settings == GrpoSettings() and load(kind="grpo").problems == []
+
+
+def test_a_setting_of_the_other_kind_is_told_as_such():
+    problem = only_error(load("rollout.n=4"))
+    assert problem.why == "this is a setting of mfsdp grpo, not of mfsdp sft"
+    problem = only_error(load("data.max_token_len_per_gpu=4", kind="grpo"))
+    assert problem.why == "this is a setting of mfsdp sft, not of mfsdp grpo" and "actor.ppo_max_token_len_per_gpu" in problem.fix
+
+
+def test_a_preset_belongs_to_its_command(tmp_path):
+    problem = only_error(load(preset="grpo-tiny-cpu"))
+    assert problem.code == USAGE and problem.why == "this preset is for mfsdp grpo"
+    assert problem.fix.startswith("mfsdp grpo --preset grpo-tiny-cpu, or one of: sft-")
+    own = write(tmp_path, "optim: {lr: 1.0}\n", "sft-mine.yaml")
+    assert "for mfsdp sft" in only_error(load(preset=own, kind="grpo")).why and load(preset=own).problems == []
+    assert load(preset=write(tmp_path, "optim: {lr: 1.0}\n", "mine.yaml"), kind="grpo").settings.optim.lr == 1.0
+    assert only_error(load(preset="grpo-tiny-gpu", kind="grpo")).fix == "did you mean grpo-tiny-cpu?"
+
+
+def test_the_kind_is_inferred(tmp_path):
+    assert infer_kind(preset="grpo-tiny-cpu") == "grpo" and infer_kind(preset="sft-tiny-cpu") == "sft" and infer_kind() == "sft"
+    assert infer_kind(assignments=["actor_rollout_ref.rollout.n=2"]) == "grpo" and infer_kind(assignments=["optim.lr=1"]) == "sft"
+    for kind in KINDS:
+        assert infer_kind(config=write(tmp_path, dump_yaml(SETTINGS[kind]()))) == kind
+
+
 # --- there and back -------------------------------------------------------------------------------------------------
 
 
@@ -250,22 +292,23 @@ def random_value(leaf, rng):
     one = {
         "str": lambda: rng.choice(leaf.choices or words), "int": lambda: rng.randint(int(low), int(high)),
         "bool": lambda: rng.random() < 0.5,
-        "float": lambda: rng.uniform(low, high) * 10.0 ** -rng.randint(0, 12),
+        "float": lambda: max(low, rng.uniform(low, high) * 10.0 ** -rng.randint(0, 12)),
         "dict": lambda: {"a": rng.choice(words), "b": {"c": [1, "2", None, 1e-7]}},
     }[kind]
     return [one() for _ in range(rng.randint(0, 3))] if leaf.kind.startswith("list") else one()
 
 
-def test_dumped_settings_come_back_equal(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_dumped_settings_come_back_equal(tmp_path, kind):
     rng = random.Random(1)
     for trial in range(40):
-        settings = SftSettings()
-        for key, leaf in leaves().items():
+        settings = SETTINGS[kind]()
+        for key, leaf in leaves(kind).items():
             section, name = key.split(".")
             setattr(getattr(settings, section), name, random_value(leaf, rng))
-        again = read_resolved(write(tmp_path, dump_yaml(settings)))
+        again = read_resolved(write(tmp_path, dump_yaml(settings)), kind)
         expected = to_dict(settings)
-        for section, name in (("model", "path"), ("trainer", "output_dir"), ("trainer", "resume_from_path")):
+        for section, name in (key.split(".") for key in PATH_KEYS if leaves(kind).get(key) and not key.endswith("_files")):
             if expected[section][name] == "~":
                 expected[section][name] = to_dict(again)[section][name]  # a path ~ is the home folder
         for name in ("train_files", "val_files"):
@@ -283,7 +326,7 @@ def test_read_resolved_raises_everything_at_once(tmp_path):
 def test_the_environment_does_not_reach_read_resolved(tmp_path, monkeypatch):
     monkeypatch.setenv("TP", "7")
     assert read_resolved(write(tmp_path, dump_yaml(SftSettings()))) == SftSettings()
-    assert load_sft().settings.engine.tensor_model_parallel_size == 7
+    assert load_kind("sft").settings.engine.tensor_model_parallel_size == 7
 
 
 def test_heavy_modules_stay_out():

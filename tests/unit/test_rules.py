@@ -3,8 +3,9 @@ import random
 import pytest
 from facts_for_tests import CHAT, make_facts, make_settings, only, passes, problems
 
-from mfsdp_cli.config.load import load_sft
-from mfsdp_cli.config.rules import batch_problem, check
+from mfsdp_cli.config.load import load
+from mfsdp_cli.config.rules import check
+from mfsdp_cli.config.rules_sft import batch_problem
 from mfsdp_cli.errors import CONFIG_INVALID
 from mfsdp_cli.launch.facts import ParquetFacts
 
@@ -14,7 +15,7 @@ def test_the_reference_run_is_in_order():
 
 
 def test_the_origin_is_told():
-    loaded = load_sft(assignments=["checkpoint.async_save=True", "checkpoint.mbridge_config.x=1"], environ={"PP": "2"},
+    loaded = load("sft", assignments=["checkpoint.async_save=True", "checkpoint.mbridge_config.x=1"], environ={"PP": "2"},
         flags={"model": "m"})
     where = {p.key: p.where for p in check(loaded.settings, loaded.origins, make_facts())}
     assert where["checkpoint.async_save"] == "command line"

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from mfsdp_cli.config import show
-from mfsdp_cli.config.load import load_sft
+from mfsdp_cli.config.load import load
 from mfsdp_cli.config.schema import SftSettings
-from mfsdp_cli.config.values import coerce, leaf_of, leaves
+from mfsdp_cli.config.values import SETTINGS, coerce, kind_of, leaf_of, leaves, other_kind
 
 PACKAGE = Path(__file__).parents[2] / "mfsdp_cli"
 # These declare, rename or print settings, so a mention there is no use.
-NOT_READERS = {"schema.py", "aliases.py", "show.py", "load.py", "values.py"}
+NOT_READERS = {"schema.py", "schema_grpo.py", "aliases.py", "aliases_grpo.py", "show.py", "load.py", "sources.py", "values.py"}
+ALL = {(kind, leaf.key): leaf for kind in SETTINGS for leaf in leaves(kind).values()}
 
 
 @cache
@@ -26,27 +27,27 @@ def attributes_read() -> set[str]:
 
 
 def test_every_setting_has_one_line_of_documentation():
-    for leaf in leaves().values():
+    for leaf in ALL.values():
         assert 10 < len(leaf.doc) < 140 and "\n" not in leaf.doc and not leaf.doc.endswith("."), leaf.key
 
 
 def test_every_default_is_legal():
-    for leaf in leaves().values():
+    for leaf in ALL.values():
         if leaf.kind != "dict":
             assert coerce(leaf.default, leaf) == leaf.default, leaf.key
 
 
 def test_every_type_is_one_that_can_be_read():
-    assert {leaf.kind for leaf in leaves().values()} == {"str", "int", "float", "bool", "dict", "list[str]", "list[float]"}
+    assert {leaf.kind for leaf in ALL.values()} == {"str", "int", "float", "bool", "dict", "list[str]", "list[float]"}
 
 
 # Read by name, in rules that loop over a few fields.
 BY_NAME = {"use_mbridge", "vanilla_mbridge", "use_megatron_fsdp", "param_offload", "optimizer_offload"}
 # One legal value each, so the schema itself is the check and there is nothing to read.
-SINGLE_CHOICE = {leaf.key.partition(".")[2] for leaf in leaves().values() if len(leaf.choices) == 1}
+SINGLE_CHOICE = {leaf.key.partition(".")[2] for leaf in ALL.values() if len(leaf.choices) == 1}
 
 
-@pytest.mark.parametrize("key", list(leaves()))
+@pytest.mark.parametrize("key", list(dict.fromkeys(key for _, key in ALL)))
 def test_every_setting_is_read_somewhere(key):
     name = key.partition(".")[2]
     if name in BY_NAME:
@@ -56,14 +57,19 @@ def test_every_setting_is_read_somewhere(key):
 
 
 def test_leaf_of():
-    assert leaf_of("optim.lr").kind == "float"
-    assert leaf_of("engine.override_transformer_config.a.b").key == "engine.override_transformer_config"
-    assert leaf_of("optim.lr.x") is None and leaf_of("optim") is None and leaf_of("") is None
+    for kind in SETTINGS:
+        assert leaf_of("optim.lr", kind).kind == "float"
+        assert leaf_of("engine.override_transformer_config.a.b", kind).key == "engine.override_transformer_config"
+        assert leaf_of("optim.lr.x", kind) is None and leaf_of("optim", kind) is None and leaf_of("", kind) is None
+        assert kind_of(SETTINGS[kind]()) == kind == other_kind(other_kind(kind))
+    assert leaf_of("rollout.n", "grpo").default == 8 and leaf_of("rollout.n", "sft") is None
+    assert (leaf_of("optim.lr", "sft").default, leaf_of("optim.lr", "grpo").default) == (1e-5, 1e-6), "a section may have defaults of its own"
 
 
 def test_schema_is_json_with_all_that_one_needs():
-    rows = {row["key"]: row for row in json.loads(json.dumps(show.schema()))}
-    assert list(rows) == list(leaves())
+    for kind in SETTINGS:
+        assert [row["key"] for row in json.loads(json.dumps(show.schema(kind)))] == list(leaves(kind))
+    rows = {row["key"]: row for row in show.schema("sft")}
     assert rows["optim.lr_warmup_steps_ratio"] == {
         "key": "optim.lr_warmup_steps_ratio", "type": "float", "default": 0.2, "unit": "", "choices": [], "low": 0.0, "high": 1.0,
         "doc": "share of all steps spent warming up",
@@ -73,7 +79,7 @@ def test_schema_is_json_with_all_that_one_needs():
 
 
 def test_resolved_tells_value_origin_and_change():
-    loaded = load_sft(assignments=["optim.lr=1e-5", "data.shuffle=False", "checkpoint.mbridge_config.memory_efficient=True"],
+    loaded = load("sft", assignments=["optim.lr=1e-5", "data.shuffle=False", "checkpoint.mbridge_config.memory_efficient=True"],
         environ={"TP": "2"})
     rows = {row["key"]: row for row in show.resolved(loaded.settings, loaded.origins)}
     assert rows["optim.lr"] == {"key": "optim.lr", "value": 1e-5, "origin": "command line", "changed": False}
@@ -84,6 +90,6 @@ def test_resolved_tells_value_origin_and_change():
 
 
 def test_diff():
-    other = load_sft(assignments=["optim.lr=3", "data.val_files=[x]"], environ={}).settings
+    other = load("sft", assignments=["optim.lr=3", "data.val_files=[x]"], environ={}).settings
     assert show.diff(SftSettings(), other) == [{"key": "data.val_files", "a": [], "b": ["x"]}, {"key": "optim.lr", "a": 1e-5, "b": 3.0}]
     assert show.diff(other, other) == []

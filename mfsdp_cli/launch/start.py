@@ -1,4 +1,4 @@
-"""`mfsdp sft` from settings to outcome: load, look at the machine, judge, and then only print the plan or start it."""
+"""`mfsdp sft` and `mfsdp grpo` from settings to outcome: load, look at the machine, judge, and then only print the plan or start it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mfsdp_cli.config.load import load_sft
+from mfsdp_cli.config.load import load
 from mfsdp_cli.config.rules import check as check_rules
 from mfsdp_cli.config.schema import SftSettings
+from mfsdp_cli.config.schema_grpo import GrpoSettings
 from mfsdp_cli.errors import OK, STOPPED, Problem, exit_code_of
-from mfsdp_cli.launch.command import child_environment, shell_line, torchrun_command
+from mfsdp_cli.launch.command import child_command, child_environment, shell_line
 from mfsdp_cli.launch.facts import Facts, gather
 from mfsdp_cli.launch.folder import folder_problems, open_attempt, record_command, run_folder
 from mfsdp_cli.launch.outcome import Outcome, describe
 from mfsdp_cli.launch.plan import Plan, make_plan
+from mfsdp_cli.launch.reward import reward_problems
 from mfsdp_cli.launch.run import run
 from mfsdp_cli.output import Console, crash_folder, print_stderr
 
@@ -24,7 +26,7 @@ from mfsdp_cli.output import Console, crash_folder, print_stderr
 class Checked:
     """Settings that have been looked at from all sides; `problems` of level error keep them from starting."""
 
-    settings: SftSettings
+    settings: SftSettings | GrpoSettings
     origins: dict[str, str]
     facts: Facts
     plan: Plan
@@ -36,26 +38,27 @@ class Checked:
         return exit_code_of(self.problems)
 
 
-def check(*, preset: str | None, config: str | None, assignments: list[str], flags: Mapping[str, object], resume: str | None,
+def check(kind: str, *, preset: str | None, config: str | None, assignments: list[str], flags: Mapping[str, object], resume: str | None,
           environ: Mapping[str, str]) -> Checked:
     """Load the settings and judge them against this machine. Reads only; raises nothing for the user's mistakes."""
-    loaded = load_sft(preset=preset, config=config, assignments=assignments, flags={**flags, **_resume_flags(resume)}, environ=environ)
+    loaded = load(kind, preset=preset, config=config, assignments=assignments, flags={**flags, **_resume_flags(resume)}, environ=environ)
     origins = loaded.origins | {key: "--resume" for key in _resume_flags(resume)}
     run_dir = run_folder(loaded.settings)
     facts = gather(loaded.settings, environ, run_dir)
-    problems = loaded.problems + check_rules(loaded.settings, origins, facts) + folder_problems(run_dir, loaded.settings, origins)
+    problems = loaded.problems + check_rules(loaded.settings, origins, facts) + reward_problems(loaded.settings, origins, facts)
+    problems += folder_problems(run_dir, loaded.settings, origins)
     return Checked(loaded.settings, origins, facts, make_plan(loaded.settings, facts), run_dir, list(dict.fromkeys(problems)))
 
 
 def start(checked: Checked, called: list[str], console: Console) -> Outcome:
-    """Write the run folder, start this node's ranks and wait for their end.
+    """Write the run folder, start this node's ranks, or the driver of them, and wait for their end.
 
     called  the command line that brought us here, for command.txt
     """
     settings = checked.settings
     attempt = open_attempt(checked.run_dir, settings, checked.origins)
     with attempt.lock, crash_folder(attempt.path):
-        command = torchrun_command(settings, checked.run_dir, attempt.path, attempt.node_rank)
+        command = child_command(settings, checked.run_dir, attempt.path, attempt.node_rank)
         added = child_environment(settings, checked.plan, checked.facts)
         line = shell_line(command, added)
         record_command(attempt, shlex.join(called), line)

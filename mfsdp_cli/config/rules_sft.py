@@ -1,0 +1,83 @@
+"""Rules of supervised fine-tuning alone: batches of rows, their length, and nodes that meet through torchrun. See `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mfsdp_cli.config.rules_machine import files_are_readable, train_rows
+from mfsdp_cli.config.rules_model import data_parallel, world_size
+from mfsdp_cli.config.values import either
+from mfsdp_cli.errors import Problem
+
+
+def batch_problem(train_batch_size: int, dp: int, micro: int) -> tuple[str, str] | None:
+    """(why, fix) when a batch of rows cannot be split over `dp` ranks in micro batches of `micro` rows; None when it can.
+
+    >>> batch_problem(8, 4, 3)[0]
+    '8 rows cannot be split over 4 data-parallel ranks x 3 rows a micro batch = 12'
+    """
+    unit = dp * micro
+    if train_batch_size % unit == 0:
+        return None
+    why = f"{train_batch_size} rows cannot be split over {dp} data-parallel ranks x {micro} rows a micro batch = {unit}"
+    micros = [str(m) for m in range(1, train_batch_size // dp + 1) if train_batch_size % (dp * m) == 0]
+    below = train_batch_size // unit * unit
+    batches = " or ".join(str(b) for b in (below, below + unit) if b > 0)
+    by_micro = f"data.micro_batch_size_per_gpu {either(micros)}, or " if micros else ""
+    return why, f"{by_micro}data.train_batch_size {batches}"
+
+
+def batch(s, f) -> Iterator[Problem]:
+    dp, size = data_parallel(s), s.data.train_batch_size
+    if dp is None:
+        return
+    if not s.data.use_dynamic_bsz:
+        wrong = batch_problem(size, dp, s.data.micro_batch_size_per_gpu)
+        if wrong:
+            yield Problem("data.train_batch_size", str(size), *wrong)
+    elif size < dp:
+        why = f"{size} rows cannot feed {dp} data-parallel ranks ({world_size(s)} ranks / TP x CP)"
+        yield Problem("data.train_batch_size", str(size), why, f"data.train_batch_size={dp} or more")
+    rows = train_rows(s, f)
+    if files_are_readable(s, f) and rows < size:
+        why = f"there are {rows} training rows, so not one full batch"
+        yield Problem("data.train_batch_size", str(size), why, f"at most {rows}, or more data" if rows else "more data")
+
+
+def lengths(s, f) -> Iterator[Problem]:
+    budget, longest = s.data.max_token_len_per_gpu, s.data.max_length
+    if longest is not None and longest > budget:
+        why = f"a conversation of {longest} tokens does not fit into a micro batch of max_token_len_per_gpu = {budget}"
+        yield Problem("data.max_length", str(longest), why, f"data.max_length={budget}, or data.max_token_len_per_gpu={longest}")
+    positions = (f.model_config or {}).get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return
+    if longest is not None and longest > positions:
+        yield Problem(
+            "data.max_length", str(longest), f"the model has {positions} positions (max_position_embeddings)", f"at most {positions}",
+        )
+    elif longest is None and budget > positions:
+        why = f"conversations up to {budget} tokens are accepted, but the model has {positions} positions"
+        yield Problem("data.max_length", "null", why, f"data.max_length={positions}", level="warning")
+
+
+# --- nodes ----------------------------------------------------------------------------------------------------------
+
+
+def nodes(s, f) -> Iterator[Problem]:
+    t = s.trainer
+    if t.nnodes > 1 and not t.rdzv_endpoint:
+        yield Problem(
+            "trainer.rdzv_endpoint", "null", f"{t.nnodes} nodes must find each other",
+            "--rdzv-endpoint HOST:PORT of node 0, the same on every node",
+        )
+    elif t.rdzv_endpoint and not (t.rdzv_endpoint.rpartition(":")[0] and t.rdzv_endpoint.rpartition(":")[2].isdigit()):
+        yield Problem("trainer.rdzv_endpoint", t.rdzv_endpoint, "expected HOST:PORT", "for example node0:29500")
+    if t.node_rank >= t.nnodes:
+        yield Problem(
+            "trainer.node_rank", str(t.node_rank), f"nodes are numbered from 0 to {t.nnodes - 1} (trainer.nnodes = {t.nnodes})",
+            f"at most {t.nnodes - 1}",
+        )
+
+
+RULES = (batch, lengths, nodes)
