@@ -72,6 +72,10 @@ class MfsdpError(Exception):
         assert self.problems, "an MfsdpError needs at least one problem"
         super().__init__("; ".join(f"{p.key} = {p.found}: {p.why}" if p.found else f"{p.key}: {p.why}" for p in self.problems))
 
+    def __reduce__(self):
+        """Whole across processes: an exception is otherwise rebuilt from its message."""
+        return type(self), (self.problems, self.hint)
+
     @property
     def exit_code(self) -> int:
         return exit_code_of(self.problems)

@@ -33,9 +33,10 @@ class HfSampler:
 
     def _load(self, folder):
         """Through from_pretrained also for an update: it knows how the checkpoint's names map to the module's (fused experts)."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
-        model = AutoModelForCausalLM.from_pretrained(folder, config=self._config, dtype=self._dtype, trust_remote_code=self._remote)
+        model = AutoModelForCausalLM.from_pretrained(folder, config=self._config, generation_config=GenerationConfig(), dtype=self._dtype,
+                                                     trust_remote_code=self._remote)
         return model.requires_grad_(False).eval().to(self._device)
 
     def update_weights(self, path: str) -> int:

@@ -104,7 +104,10 @@ class _Writer:
         size = tensor.numel() * tensor.element_size()
         if self._shard and self._shard_bytes + size > SHARD_BYTES:
             self._flush()
-        self._shard[name] = tensor.detach().cpu().contiguous()
+        tensor = tensor.detach().cpu().contiguous()
+        # safetensors refuses tensors that overlap, as tied ones do
+        shares = tensor.untyped_storage().data_ptr() in {t.untyped_storage().data_ptr() for t in self._shard.values()}
+        self._shard[name] = tensor.clone() if shares else tensor
         self._shard_bytes += size
         self.num_bytes += size
 
