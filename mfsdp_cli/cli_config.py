@@ -98,8 +98,8 @@ def schema(kind: Kind = "sft", json: Json = False) -> int:
     for row in rows:
         bounds = [f"{sign} {row[name]:g}" for name, sign in (("low", ">="), ("high", "<=")) if row[name] is not None]
         limits = [f"one of {', '.join(map(str, row['choices']))}"] if row["choices"] else bounds
-        kind = ", ".join([row["type"], *([row["unit"]] if row["unit"] else []), *limits])
-        lines += [f"{row['key']}: {_yaml(row['default'])}  # {kind}", f"    {row['doc']}"]
+        wanted = ", ".join([row["type"], *([row["unit"]] if row["unit"] else []), *limits])
+        lines += [f"{row['key']}: {_yaml(row['default'])}  # {wanted}", f"    {row['doc']}"]
     Console(json=json).product(lines, {"ok": True, "exit_code": OK, "kind": kind, "keys": rows})
     return OK
 

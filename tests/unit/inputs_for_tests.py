@@ -33,6 +33,21 @@ def write_chats(path: Path, num_rows: int) -> Path:
     return path
 
 
+def write_prompts(path: Path, num_rows: int) -> Path:
+    """Rows in verl's layout, as `mfsdp prep-data --for rl` writes them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    chat = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    pq.write_table(pa.table({
+        "data_source": ["arithmetic"] * num_rows,
+        "prompt": pa.array([[{"role": "user", "content": f"{i} + 1?"}] for i in range(num_rows)], chat),
+        "reward_model": [{"style": "rule", "ground_truth": str(i + 1)} for i in range(num_rows)],
+        "extra_info": [{"split": "train", "index": i} for i in range(num_rows)],
+    }), path)
+    return path
+
+
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file and folder below, with size and time of change: to show that something wrote nothing."""
     return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*"))}

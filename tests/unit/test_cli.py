@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from inputs_for_tests import snapshot, write_chats, write_model
+from inputs_for_tests import snapshot, write_chats, write_model, write_prompts
 from typer.main import get_command
 
 from mfsdp_cli import __version__, cli, errors
@@ -17,7 +17,7 @@ from mfsdp_cli.launch.folder import open_attempt
 from mfsdp_cli.launch.start import check
 
 ROOT = Path(__file__).resolve().parents[2]
-VARIABLES = ("NPROC", "TP", "PP", "EP", "CUDA_DEVICE_MAX_CONNECTIONS", "NO_COLOR", "FORCE_COLOR")
+VARIABLES = ("NPROC", "TP", "PP", "EP", "GEN_TP", "CUDA_DEVICE_MAX_CONNECTIONS", "NO_COLOR", "FORCE_COLOR")
 CLEAN = {k: v for k, v in os.environ.items() if k not in VARIABLES} | {"PYTHONPATH": str(ROOT)}
 
 
@@ -103,7 +103,7 @@ def test_usage_errors_go_to_stderr_with_a_suggestion(mfsdp, args, text):
     assert data["ok"] is False and data["exit_code"] == 2 and text in data["problems"][0]["why"]
 
 
-@pytest.mark.parametrize("group", [["sft"], ["ckpt"], ["config"], ["ckpt", "inspect"], ["prep-data"]])
+@pytest.mark.parametrize("group", [["sft"], ["grpo"], ["samples"], ["ckpt"], ["config"], ["ckpt", "inspect"], ["prep-data"]])
 def test_a_bare_command_shows_its_help(mfsdp, group):
     done = mfsdp(*group)
     assert done.returncode == 2 and done.stdout == "" and f"Usage: mfsdp {' '.join(group)}" in done.stderr
@@ -153,6 +153,77 @@ def test_exit_codes_by_kind_of_problem(mfsdp, inputs):
     assert mfsdp(*SFT, "engine.device=cuda", "-n", cwd=inputs, PATH="").returncode == 4
     assert mfsdp(*SFT, "-n", cwd=inputs, CUDA_DEVICE_MAX_CONNECTIONS="1").returncode in (3, 4)
     assert mfsdp(*SFT, "optim.lr", "-n", cwd=inputs).returncode == 2
+
+
+# ---------------------------------------------------------------- grpo
+
+@pytest.fixture
+def prompts(inputs):
+    write_prompts(inputs / "prompts.parquet", 40)
+    return inputs
+
+
+GRPO = ("grpo", "--preset", "grpo-tiny-cpu", "--model", "model", "--train-files", "prompts.parquet")
+
+
+def test_grpo_dry_run_writes_nothing_and_shows_the_plan(mfsdp, prompts):
+    before = snapshot(prompts)
+    done = mfsdp(*GRPO, "--output", "out dir", "-n", cwd=prompts)
+    assert done.returncode == 0 and snapshot(prompts) == before, done.stderr
+    for text in (
+        "verdict     would start", "2 ranks (1 node x 2, cpu) = TP 1 x PP 1 x CP 1 x DP 2", "samplers    1 hf engine on CPU",
+        "16 prompts x 8 responses = 128 samples a step, of at most 64 + 24 tokens; longer prompts are left out",
+        "16 prompts x 8 = 128 samples an update = 64 x DP 2; micro batches of up to 2048 tokens a rank", "16 // 16 mini batches = 1 a step",
+        "reference   none (no KL)", "30 (trainer.total_training_steps); an epoch has 40 prompts // 16 = 2; 8 prompts an epoch fill no batch",
+        "0.0003 from the first step, then constant", "  prompts.parquet (40 rows)\n", "  out dir/samples/\n", "  VLLM_ALLREDUCE_USE_SYMM_MEM=0\n",
+        "  CUDA_DEVICE_MAX_CONNECTIONS=8\n", "command on node 0 (mfsdp grpo runs it", "-m mfsdp_cli.train.grpo --config 'out dir/attempts/001/config.yaml'",
+    ):
+        assert text in done.stdout, text
+    data = json.loads(mfsdp(*GRPO, "-n", "--json", cwd=prompts).stdout)
+    assert data["plan"]["samples_per_step"] == 128 and len(data["nodes"]) == 1 and data["nodes"][0]["argv"][2] == "mfsdp_cli.train.grpo"
+
+
+def test_grpo_flags(mfsdp, prompts):
+    done = mfsdp(*GRPO, "--rollout", "vllm", "--gen-tp", 2, "--nnodes", 2, "--ray-address", "nowhere", "--val-only", "-n", "--json", cwd=prompts, PATH="",
+                 GEN_TP="7")
+    found = {p["key"]: (p["found"], p["where"]) for p in json.loads(done.stdout)["problems"]}
+    assert found["trainer.ray_address"] == ("nowhere", "--ray-address") and found["trainer.val_only"] == ("True", "--val-only")
+    assert found["rollout.tensor_model_parallel_size"] == ("2", "--gen-tp")
+    assert done.returncode == 3 and mfsdp(*GRPO, "--rollout", "sglang", cwd=prompts).returncode == 2
+    done = mfsdp("sft", "--preset", "grpo-tiny-cpu", "-n", cwd=prompts)
+    assert done.returncode != 0 and "this preset is for mfsdp grpo" in done.stderr
+
+
+def test_grpo_needs_ray_and_prompts(mfsdp, inputs):
+    done = mfsdp("grpo", "--preset", "grpo-tiny-cpu", "--model", "model", "--train-files", "train.parquet", "-n", cwd=inputs)
+    assert done.returncode == 5 and "there is no column prompt" in done.stderr and "--for rl" in done.stderr
+
+
+def test_a_reward_function_is_tried_before_the_launch(mfsdp, prompts):
+    (prompts / "score.py").write_text("def good(data_source, solution_str, ground_truth, extra_info=None):\n    return solution_str.endswith(ground_truth)\n\n\n"
+                                      "def bad(data_source, solution_str, ground_truth, extra_info=None):\n    return extra_info['nothing']\n")
+    assert mfsdp(*GRPO, "--reward-fn", "score.py:good", "-n", cwd=prompts).returncode == 0
+    done = mfsdp(*GRPO, "--reward-fn", "score.py:bad", "-n", cwd=prompts)
+    assert done.returncode == 3 and "score.py" in done.stderr and "KeyError" in done.stderr
+    done = mfsdp(*GRPO, "custom_reward_function.path=score.py", "-n", cwd=prompts)
+    assert done.returncode == 5 and "has no function compute_score" in done.stderr
+    assert not (prompts / "runs").exists()
+
+
+def test_a_run_folder_belongs_to_one_kind(prompts):
+    start_once(checked(prompts))
+    save(prompts / "run", 3)
+    flags = {"model": str(prompts / "model"), "train-files": [str(prompts / "prompts.parquet")], "output": str(prompts / "run")}
+    result = check("grpo", preset="grpo-tiny-cpu", config=None, assignments=[], flags=flags, resume=None, environ={"PATH": ""})
+    problem, = folder_errors(result).values()
+    assert problem.key == "trainer.output_dir" and problem.why == "it holds checkpoints up to step 3 of mfsdp sft, and this is mfsdp grpo"
+    flags["output"] = str(prompts / "other")
+    attempt = start_once(check("grpo", preset="grpo-tiny-cpu", config=None, assignments=[], flags=flags, resume=None, environ={"PATH": ""}))
+    assert attempt.program == "the driver"
+    save(prompts / "other", 3)
+    again = [check("grpo", preset="grpo-tiny-cpu", config=None, assignments=[text], flags=flags, resume=None, environ={"PATH": ""})
+             for text in ("rollout.n=4", "data.max_prompt_length=32")]
+    assert not folder_errors(again[0]) and list(folder_errors(again[1])) == ["data.max_prompt_length"]
 
 
 def test_variables_and_flags_in_their_order(mfsdp, inputs):
@@ -310,8 +381,24 @@ def test_config_diff_and_presets(mfsdp, tmp_path):
 
 
 def test_config_schema_documents_every_key(mfsdp):
-    rows = json.loads(mfsdp("config", "schema", "--json").stdout)["keys"]
-    assert len(rows) > 60 and all(row["doc"] and row["type"] for row in rows)
+    for kind, args in (("sft", ()), ("sft", ("--kind", "sft")), ("grpo", ("--kind", "grpo"))):
+        data = json.loads(mfsdp("config", "schema", *args, "--json").stdout)
+        assert data["kind"] == kind and len(data["keys"]) > 60 and all(row["doc"] and row["type"] for row in data["keys"])
+        assert ("rollout.n" in [row["key"] for row in data["keys"]]) == (kind == "grpo")
+
+
+def test_config_knows_both_kinds(mfsdp, inputs):
+    for args in (("--preset", "grpo-tiny-cpu"), ("actor_rollout_ref.rollout.n=4",), ("--kind", "grpo", "optim.lr=1")):
+        assert json.loads(mfsdp("config", "show", *args, "--json").stdout)["kind"] == "grpo"
+    done = mfsdp("config", "show", "--preset", "grpo-tiny-cpu")
+    (inputs / "c.yaml").write_text(done.stdout)
+    assert mfsdp("config", "show", "--config", "c.yaml", cwd=inputs).stdout == done.stdout and "rollout.n: 8" in done.stdout
+    (inputs / "d.yaml").write_text(done.stdout.replace("rollout.n: 8", "rollout.n: 4"))
+    assert mfsdp("config", "diff", "c.yaml", "d.yaml", cwd=inputs).stdout == "rollout.n: 8 -> 4\n"
+    done = mfsdp("config", "diff", "grpo-tiny-cpu", "sft-tiny-cpu")
+    assert done.returncode == 2 and "two kinds of run" in done.stderr
+    kinds = {row["name"]: row["kind"] for row in json.loads(mfsdp("config", "presets", "--json").stdout)["presets"]}
+    assert kinds["grpo-tiny-cpu"] == "grpo" and kinds["sft-tiny-cpu"] == "sft"
 
 
 def test_export_checks_the_cheap_things_first(mfsdp, inputs):

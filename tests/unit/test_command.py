@@ -3,8 +3,9 @@ import sys
 
 import pytest
 from facts_for_tests import make_facts, make_settings
+from grpo_for_tests import CPU, cpu_facts, grpo_facts, grpo_settings
 
-from mfsdp_cli.launch.command import child_environment, shell_line, torchrun_command
+from mfsdp_cli.launch.command import child_command, child_environment, driver_command, shell_line, torchrun_command
 from mfsdp_cli.launch.plan import make_plan
 
 
@@ -45,6 +46,30 @@ def test_cpu_hides_gpus_and_shares_cores():
     assert (added["CUDA_VISIBLE_DEVICES"], added["OMP_NUM_THREADS"], added["TORCHDYNAMO_DISABLE"]) == ("", "2", "1")  # 20 // 8
     assert environment(settings, make_facts(num_cpus=2))["OMP_NUM_THREADS"] == "1"
     assert environment(settings, make_facts(environ={"OMP_NUM_THREADS": "5"}))["OMP_NUM_THREADS"] == "5"
+
+
+def test_the_driver_of_grpo():
+    expected = [sys.executable, "-m", "mfsdp_cli.train.grpo", "--config", "runs/a/attempts/001/config.yaml", "--run-dir", "runs/a",
+                "--attempt-dir", "runs/a/attempts/001"]
+    assert driver_command("runs/a", "runs/a/attempts/001") == expected
+    assert child_command(grpo_settings(), "runs/a", "runs/a/attempts/001", 0) == expected
+    assert child_command(make_settings(), "r", "r/1", 0) == torchrun_command(make_settings(), "r", "r/1", 0)
+
+
+@pytest.mark.parametrize("capability", [8.0, 9.0, 10.0])
+@pytest.mark.parametrize("inherited, set_to", [(None, "8"), ("2", "2")])
+def test_a8c_grpo_never_leaves_max_connections_unset(capability, inherited, set_to):
+    environ = {} if inherited is None else {"CUDA_DEVICE_MAX_CONNECTIONS": inherited}
+    added = environment(grpo_settings(), grpo_facts(environ=environ, gpu_compute_capability=(capability,) * 8))
+    assert added == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": set_to, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def test_grpo_keeps_the_users_choices_and_hides_gpus_on_cpu():
+    assert environment(grpo_settings(), grpo_facts(environ={"VLLM_USE_FLASHINFER_SAMPLER": "1"}))["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+    assert environment(grpo_settings(**CPU), cpu_facts())["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_shell_line_survives_the_shell():

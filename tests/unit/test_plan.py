@@ -3,6 +3,7 @@ import random
 
 import pytest
 from facts_for_tests import make_facts, make_settings
+from grpo_for_tests import CPU, cpu_facts, grpo_facts, grpo_settings, prompt_file
 from inputs_for_tests import write_chats, write_model
 
 from mfsdp_cli.launch.facts import ParquetFacts, find_model, gather, read_footer, visible_gpus
@@ -56,6 +57,25 @@ def test_ranks_and_rows_add_up_in_any_layout():
         assert plan.total_steps == epochs * plan.steps_per_epoch and 0 <= plan.warmup_steps <= plan.total_steps
 
 
+# ---------------------------------------------------------------- reinforcement learning
+
+def test_plan_of_the_grpo_preset():
+    """14973 prompts // 32 = 467, 29 left over, x 15 = 7005 steps; 32 x 8 = 256 samples, 16 x 8 = 128 an update, 64 a rank."""
+    facts = grpo_facts(parquet={"train.parquet": prompt_file("train.parquet", 14973)})
+    plan = make_plan(grpo_settings(), facts)
+    assert (plan.world_size, plan.tp, plan.dp, plan.device) == (8, 4, 2, "cuda")
+    assert (plan.steps_per_epoch, plan.dropped_rows_per_epoch, plan.total_steps, plan.warmup_steps) == (467, 29, 7005, 0)
+    assert (plan.samples_per_step, plan.samples_per_update, plan.updates_per_step, plan.rows_per_dp_rank) == (256, 128, 2, 64)
+    assert (plan.num_engines, plan.gpus_per_engine, plan.num_gpus, plan.uses_reference) == (2, 4, 8, True)
+
+
+def test_plan_of_samplers_apart_and_on_cpu():
+    apart = make_plan(grpo_settings(rollout__colocate=False, rollout__num_engines=3, actor__ppo_epochs=2, actor__use_kl_loss=False), grpo_facts())
+    assert (apart.num_engines, apart.gpus_per_engine, apart.num_gpus, apart.updates_per_step, apart.uses_reference) == (3, 4, 20, 4, False)
+    cpu = make_plan(grpo_settings(**CPU), cpu_facts())
+    assert (cpu.device, cpu.num_engines, cpu.gpus_per_engine, cpu.num_gpus, cpu.dp) == ("cpu", 1, 0, 0, 2)
+
+
 # ---------------------------------------------------------------- facts
 
 TABLE = """0, GPU-aaaa1111, 143771, 9.0, NVIDIA H200
@@ -91,6 +111,14 @@ def test_gather_reads_model_and_data(tmp_path):
     assert facts.parquet["none.parquet"].error == "no such file" and "folder" in facts.parquet[str(model)].error
     assert facts.num_gpus == 0 and facts.num_cpus >= 1 and facts.host_memory_gib > 0.1 and facts.free_disk_gib > 0
     assert facts.versions["pyarrow"] and set(facts.versions) >= {"torch", "megatron-core", "transformer-engine", "wandb"}
+
+
+def test_gather_reads_the_reference(tmp_path):
+    settings = grpo_settings(model__path=str(write_model(tmp_path / "model")), data__train_files=[], data__val_files=[], ref__path="./none")
+    facts = gather(settings, {"PATH": ""}, tmp_path)
+    assert (facts.model_error, facts.reference_config, facts.reference_error) == ("", None, "there is no folder ./none")
+    settings.ref.path = settings.model.path
+    assert gather(settings, {"PATH": ""}, tmp_path).reference_config["hidden_size"] == 64
 
 
 def test_a_damaged_parquet_file_is_said(tmp_path):
