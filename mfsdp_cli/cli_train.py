@@ -52,7 +52,8 @@ def sft(
     """
     flags = {"model": model, "train-files": _split(train_files), "val-files": _split(val_files), "output": output, "nproc": nproc, "tp": tp,
              "pp": pp, "ep": ep, "cp": cp, "nnodes": nnodes, "node-rank": node_rank, "rdzv-endpoint": rdzv_endpoint}
-    return _run("sft", preset, config, settings, flags, resume, dry_run, Console(json=json, quiet=quiet, verbose=verbose, no_color=no_color))
+    console = Console(json=json, quiet=quiet, verbose=verbose, no_color=no_color)
+    return _run("sft", preset, config, settings, flags, resume, dry_run, console)
 
 
 def grpo(
@@ -60,8 +61,8 @@ def grpo(
     model: Model = None, train_files: TrainFiles = None, val_files: ValFiles = None, output: Output = None,
     nproc: Nproc = None, tp: Tp = None, pp: Pp = None, ep: Ep = None, cp: Cp = None,
     gen_tp: Annotated[Optional[int], typer.Option("--gen-tp", help="GPUs of one vLLM engine ($GEN_TP)")] = None,
-    rollout: Annotated[Optional[Literal["vllm", "hf"]], typer.Option("--rollout", help="Sampler; hf (transformers) needs nothing else")] = None,
-    reward_fn: Annotated[Optional[str], typer.Option("--reward-fn", metavar="FILE.py:FUNCTION", help="Scoring function of your own")] = None,
+    rollout: Annotated[Optional[Literal["vllm", "hf"]], typer.Option("--rollout", help="Sampler; hf: transformers, slow")] = None,
+    reward_fn: Annotated[Optional[str], typer.Option("--reward-fn", metavar="FILE.py:FUNCTION", help="Your own scoring function")] = None,
     nnodes: Annotated[Optional[int], typer.Option("--nnodes", help="Nodes of the Ray cluster that take part")] = None,
     ray_address: Annotated[Optional[str], typer.Option("--ray-address", help="Ray cluster to join: auto or host:port")] = None,
     val_only: Annotated[Optional[bool], typer.Option("--val-only", help="Validate and stop")] = None,
@@ -87,7 +88,8 @@ def grpo(
     flags = {"model": model, "train-files": _split(train_files), "val-files": _split(val_files), "output": output, "nproc": nproc, "tp": tp,
              "pp": pp, "ep": ep, "cp": cp, "gen-tp": gen_tp, "rollout": rollout, "reward-fn": reward_fn, "nnodes": nnodes,
              "ray-address": ray_address, "val-only": val_only}
-    return _run("grpo", preset, config, settings, flags, resume, dry_run, Console(json=json, quiet=quiet, verbose=verbose, no_color=no_color))
+    console = Console(json=json, quiet=quiet, verbose=verbose, no_color=no_color)
+    return _run("grpo", preset, config, settings, flags, resume, dry_run, console)
 
 
 def samples(
@@ -114,7 +116,8 @@ def samples(
     path, rows = read_samples(run, step, val)
     chosen = choose(rows, best, worst, unparseable)
     console = Console(json=json, no_color=no_color)
-    console.product(render(path, rows, chosen, no_color), {"ok": True, "exit_code": OK, "path": str(path), "num_samples": len(rows), **chosen})
+    data = {"ok": True, "exit_code": OK, "path": str(path), "num_samples": len(rows), **chosen}
+    console.product(render(path, rows, chosen, no_color), data)
     return OK
 
 

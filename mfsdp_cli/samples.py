@@ -29,7 +29,8 @@ def read_samples(run: str, step: int | None, validation: bool = False) -> tuple[
     if step is not None and step not in found:
         steps = sorted(found)
         some = ", ".join(map(str, steps if len(steps) <= 20 else [*steps[:10], "…", *steps[-10:]]))
-        raise MfsdpError(Problem("--step", str(step), f"nothing is kept of this step in {folder}", f"steps: {some}", "command line", BAD_INPUT))
+        why = f"nothing is kept of this step in {folder}"
+        raise MfsdpError(Problem("--step", str(step), why, f"steps: {some}", "command line", BAD_INPUT))
     path = found[max(found) if step is None else step]
     return path, _rows(path)
 
@@ -41,7 +42,8 @@ def _rows(path: Path) -> list[dict]:
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as e:
-        raise MfsdpError(Problem(str(path), "", f"not readable as parquet: {str(e).splitlines()[0]}", "name another --step", code=BAD_INPUT)) from e
+        why = f"not readable as parquet: {str(e).splitlines()[0]}"
+        raise MfsdpError(Problem(str(path), "", why, "name another --step", code=BAD_INPUT)) from e
     if missing := [name for name in COLUMNS if name not in table.column_names]:
         fix = "only files that mfsdp grpo wrote can be shown"
         raise MfsdpError(Problem(str(path), "", f"columns are missing: {', '.join(missing)}", fix, code=BAD_INPUT))
@@ -82,8 +84,8 @@ def render(path: Path, rows: list[dict], chosen: dict[str, list[dict]], no_color
 
 def _facts(row: dict) -> str:
     cut = ", truncated" if row["is_truncated"] else ""
-    return (f"row {row['row']} response {row['index']} of group {row['group']}: reward {row['reward']:.3f} advantage {row['advantage']:.3f} "
-            f"{row['status']}, read {row['parsed']!r} of {row['ground_truth']!r}, {row['num_tokens']} tokens{cut}")
+    return (f"row {row['row']} response {row['index']} of group {row['group']}: reward {row['reward']:.3f} "
+            f"advantage {row['advantage']:.3f} {row['status']}, read {row['parsed']!r} of {row['ground_truth']!r}, {row['num_tokens']} tokens{cut}")
 
 
 def _block(title: str, row: dict) -> str:
@@ -101,8 +103,8 @@ def _table(chosen: dict[str, list[dict]], color: bool) -> str:
     table = Table("", "row", "reward", "adv", "status", "read", "gold", "prompt", "response", show_lines=True)
     for name, title in SHOWN.items():
         for row in chosen[name]:
-            cells = (title, f"{row['row']}.{row['index']}", f"{row['reward']:.2f}", f"{row['advantage']:.2f}", row["status"], str(row["parsed"]),
-                     row["ground_truth"], shorten(row["prompt"], LONGEST_SHOWN // 3), shorten(row["response"], LONGEST_SHOWN))
+            cells = (title, f"{row['row']}.{row['index']}", f"{row['reward']:.2f}", f"{row['advantage']:.2f}", row["status"],
+                     str(row["parsed"]), row["ground_truth"], shorten(row["prompt"], LONGEST_SHOWN // 3), shorten(row["response"], LONGEST_SHOWN))
             table.add_row(*map(Text, cells))
     screen = Console(file=StringIO(), width=shutil.get_terminal_size().columns, force_terminal=color, no_color=not color)
     screen.print(table)

@@ -243,7 +243,10 @@ def resolve(key: str, raw, kind: str) -> tuple[str, object] | Told:
         return key, raw
     if of_reference and key == "engine.forward_only":
         return Told("note", "accepted and without effect: the reference model is never trained")
-    rule = tables.only.get(key) or next((tables.only[p] for p in tables.only if "*" in p and fnmatchcase(key, p) and not _ignored(key, kind)), None)
+    ignored = _ignored(key, kind)
+    rule = tables.only.get(key)
+    if rule is None and ignored is None:
+        rule = next((tables.only[p] for p in tables.only if "*" in p and fnmatchcase(key, p)), None)
     if rule is not None:
         values, why, fix = rule
         value = free_value(raw)
@@ -251,8 +254,8 @@ def resolve(key: str, raw, kind: str) -> tuple[str, object] | Told:
         if any(value == v and type(value) is type(v) for v in values):
             return Told("note", f"accepted and without effect: {why}")
         return Told("error", why, fix)
-    if (why := _ignored(key, kind)) is not None:
-        return Told("note", f"accepted and without effect: {why}")
+    if ignored is not None:
+        return Told("note", f"accepted and without effect: {ignored}")
     if kind == "sft" and key.split(".")[0] in RL_SECTIONS:
         return Told("error", "this is a setting of reinforcement learning, not of sft", "leave it out")
     return key, raw

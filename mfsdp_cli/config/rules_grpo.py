@@ -31,9 +31,8 @@ def mini_batches(s, f) -> Iterator[Problem]:
     fits = [d for d in range(1, size + 1) if size % d == 0]
     near = sorted(sorted(fits, key=lambda d: abs(d - mini))[:3])
     whole = -(-size // mini) * mini
-    yield Problem(
-        "actor.ppo_mini_batch_size", str(mini), why, f"actor.ppo_mini_batch_size {either([str(d) for d in near])}, or data.train_batch_size {whole}",
-    )
+    fix = f"actor.ppo_mini_batch_size {either([str(d) for d in near])}, or data.train_batch_size {whole}"
+    yield Problem("actor.ppo_mini_batch_size", str(mini), why, fix)
 
 
 def update_problem(mini: int, n: int, dp: int, micro: int) -> tuple[str, str] | None:
@@ -44,7 +43,8 @@ def update_problem(mini: int, n: int, dp: int, micro: int) -> tuple[str, str] | 
     """
     samples = mini * n
     if samples % dp:
-        why = f"{mini} prompts x {n} responses = {samples} samples cannot be split over {dp} data-parallel ranks: {samples} mod {dp} = {samples % dp}"
+        why = (f"{mini} prompts x {n} responses = {samples} samples cannot be split over {dp} data-parallel ranks: "
+               f"{samples} mod {dp} = {samples % dp}")
         step = next(m for m in range(1, dp + 1) if m * n % dp == 0)  # mini batches that do are its multiples
         minis = [str(m) for m in (mini // step * step, -(-mini // step) * step) if m > 0]
         return why, f"actor.ppo_mini_batch_size {either(list(dict.fromkeys(minis)))}"
@@ -52,8 +52,8 @@ def update_problem(mini: int, n: int, dp: int, micro: int) -> tuple[str, str] | 
     if share % micro == 0:
         return None
     fits = either([str(m) for m in range(1, share + 1) if share % m == 0])
-    why = f"{mini} x {n} / {dp} = {share} samples per rank per update, "
-    why += f"below micro batch {micro}: gradients would be accumulated over nothing" if share < micro else f"no multiple of micro batch {micro}"
+    below = f"below micro batch {micro}: gradients would be accumulated over nothing"
+    why = f"{mini} x {n} / {dp} = {share} samples per rank per update, {below if share < micro else f'no multiple of micro batch {micro}'}"
     return why, f"actor.ppo_micro_batch_size_per_gpu {fits}, or actor.use_dynamic_bsz=True"
 
 
@@ -64,7 +64,8 @@ def update(s, f) -> Iterator[Problem]:
     samples = a.ppo_mini_batch_size * n
     if a.use_dynamic_bsz:
         if samples < dp:
-            why = f"{a.ppo_mini_batch_size} prompts x {n} responses = {samples} samples cannot feed {dp} data-parallel ranks ({world_size(s)} ranks / TP x CP)"
+            why = (f"{a.ppo_mini_batch_size} prompts x {n} responses = {samples} samples cannot feed {dp} data-parallel ranks "
+                   f"({world_size(s)} ranks / TP x CP)")
             yield Problem("actor.ppo_mini_batch_size", str(a.ppo_mini_batch_size), why, f"actor.ppo_mini_batch_size={-(-dp // n)} or more")
     elif wrong := update_problem(a.ppo_mini_batch_size, n, dp, a.ppo_micro_batch_size_per_gpu):
         key = "actor.ppo_mini_batch_size" if samples % dp else "actor.ppo_micro_batch_size_per_gpu"
@@ -91,7 +92,7 @@ def validation(s, f) -> Iterator[Problem]:
 
 
 def lengths(s, f) -> Iterator[Problem]:
-    d, prompt, response = s.data, s.data.max_prompt_length, s.data.max_response_length
+    prompt, response = s.data.max_prompt_length, s.data.max_response_length
     total = f"{prompt} tokens of prompt + {response} of response = {prompt + response}"
     positions = (f.model_config or {}).get("max_position_embeddings")
     if isinstance(positions, int) and prompt + response > positions:
@@ -109,9 +110,10 @@ def lengths(s, f) -> Iterator[Problem]:
             need = -(-(prompt + response) // tp) * tp
             yield Problem(key, str(budget), f"{total} do not fit into a micro batch of {used}", f"{key}={need} or more")
     buffer = s.algorithm.overlong_buffer_length
-    if buffer > d.max_response_length:
-        why = f"the buffer is longer than a response of at most {d.max_response_length} tokens, so every response would lose reward"
-        yield Problem("algorithm.overlong_buffer_length", str(buffer), why, f"below data.max_response_length, for example {d.max_response_length // 4}")
+    if buffer > response:
+        why = f"the buffer is longer than a response of at most {response} tokens, so every response would lose reward"
+        fix = f"below data.max_response_length, for example {response // 4}"
+        yield Problem("algorithm.overlong_buffer_length", str(buffer), why, fix)
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------
@@ -168,14 +170,16 @@ def clipping(s, f) -> Iterator[Problem]:
 
 
 def filter_groups(s, f) -> Iterator[Problem]:
-    a, size = s.algorithm, s.data.train_batch_size
-    if a.filter_groups and a.filter_groups_max_batches == 0:
+    extra, size = s.algorithm.filter_groups_max_batches, s.data.train_batch_size
+    if not s.algorithm.filter_groups:
+        return
+    if extra == 0:
         why = "groups of equal rewards are left out, and no further prompts are sampled in their place"
         yield Problem("algorithm.filter_groups_max_batches", "0", why, "3, the default", level="warning")
-    rows, most = train_rows(s, f), (1 + a.filter_groups_max_batches) * size
-    if a.filter_groups and files_are_readable(s, f) and size <= rows < most:
-        why = f"one step may take {1 + a.filter_groups_max_batches} x {size} = {most} prompts, and there are {rows}: prompts would come twice"
-        yield Problem("algorithm.filter_groups_max_batches", str(a.filter_groups_max_batches), why, f"at most {rows // size - 1}", level="warning")
+    rows, most = train_rows(s, f), (1 + extra) * size
+    if files_are_readable(s, f) and size <= rows < most:
+        why = f"one step may take {1 + extra} x {size} = {most} prompts, and there are {rows}: prompts would come twice"
+        yield Problem("algorithm.filter_groups_max_batches", str(extra), why, f"at most {rows // size - 1}", level="warning")
 
 
 def reference(s, f) -> Iterator[Problem]:

@@ -122,7 +122,8 @@ def engine_memory(s, f) -> Iterator[Problem]:
 def sleep_mode(s, f) -> Iterator[Problem]:
     if s.rollout.enable_sleep_mode:
         why = "vLLM's sleep mode hung on an H200 in our tests: a run that stands still here is ended by rollout.timeout_s"
-        yield Problem("rollout.enable_sleep_mode", "True", why, "leave it out, with a smaller rollout.gpu_memory_utilization", level="warning")
+        fix = "leave it out, with a smaller rollout.gpu_memory_utilization"
+        yield Problem("rollout.enable_sleep_mode", "True", why, fix, level="warning")
 
 
 # --- packages -------------------------------------------------------------------------------------------------------
@@ -147,7 +148,8 @@ def sampler_package(s, f) -> Iterator[Problem]:
         yield Problem("rollout.name", f"vllm {version}", f"tried with {VLLM} only", install, level="warning")
     config = shape_of(f.model_config)
     if not cuda and config is not None and config["head_dim"] < CPU_HEAD_DIM:
-        why = f"vLLM on CPU has no attention for heads of {config['head_dim']} dimensions (head_dim in config.json): {CPU_HEAD_DIM} is the least"
+        why = (f"vLLM on CPU has no attention for heads of {config['head_dim']} dimensions (head_dim in config.json): "
+               f"{CPU_HEAD_DIM} is the least")
         yield Problem("rollout.name", "vllm", why, "rollout.name=hf", code=MACHINE_UNFIT)
 
 
@@ -171,7 +173,8 @@ def cluster(s, f) -> Iterator[Problem]:
     if t.ray_address is None:
         if t.nnodes > 1:
             why = f"{t.nnodes} nodes: the Ray that mfsdp starts has this one only"
-            yield Problem("trainer.nnodes", str(t.nnodes), why, "start Ray on the nodes (ray start --head, ray start --address …), then --ray-address auto")
+            fix = "start Ray on the nodes (ray start --head, ray start --address …), then --ray-address auto"
+            yield Problem("trainer.nnodes", str(t.nnodes), why, fix)
         return
     match = re.fullmatch(r"auto|(?:[\w.-]+|\[[0-9a-fA-F:]+\]):(\d+)", t.ray_address)
     if t.ray_address.startswith("ray://"):
@@ -186,7 +189,9 @@ def cluster(s, f) -> Iterator[Problem]:
 
 def variables(s, f) -> Iterator[Problem]:
     if "VLLM_USE_V1" in f.environ:
-        yield Problem("VLLM_USE_V1", f.environ["VLLM_USE_V1"], "without effect: vLLM has one engine only", "leave it out", "environment", level="note")
+        yield Problem(
+            "VLLM_USE_V1", f.environ["VLLM_USE_V1"], "without effect: vLLM has one engine only", "leave it out", "environment", level="note",
+        )
 
 
 RULES = (engine_size, engines_fit, engine_memory, sleep_mode, sampler_package, grader_package, cluster, variables)

@@ -125,7 +125,8 @@ class GrpoSettings:
     model: ModelSettings = field(default_factory=ModelSettings)
     data: RlDataSettings = field(default_factory=RlDataSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
-    optim: OptimSettings = field(default_factory=lambda: OptimSettings(lr=1e-6, min_lr=0.0, lr_warmup_steps_ratio=0.0, lr_decay_style="constant"))
+    optim: OptimSettings = field(default_factory=lambda: OptimSettings(lr=1e-6, min_lr=0.0, lr_warmup_steps_ratio=0.0,
+                                                                       lr_decay_style="constant"))
     actor: ActorSettings = field(default_factory=ActorSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     ref: RefSettings = field(default_factory=RefSettings)

@@ -185,7 +185,8 @@ def _changed_keys(run_dir: Path, settings: SftSettings | GrpoSettings, origins: 
     except MfsdpError as error:
         if _parses(file, other_kind(kind)):
             why = f"it holds checkpoints up to step {step} of mfsdp {other_kind(kind)}, and this is mfsdp {kind}"
-            return [Problem("trainer.output_dir", str(run_dir), why, "choose another --output", origins.get("trainer.output_dir", "default"))]
+            where = origins.get("trainer.output_dir", "default")
+            return [Problem("trainer.output_dir", str(run_dir), why, "choose another --output", where)]
         return [Problem(str(file), "", f"the settings of the earlier attempt cannot be read: {error}",
                         "restore the file, or choose another --output", code=BAD_INPUT)]
     now, problems = to_dict(settings), []

@@ -46,7 +46,8 @@ def dry_run_text(checked: Checked) -> str:
     blocks += [[f"{name}:", *(f"  {line}" for line in data[name])] for name in ("reads", "writes")]
     blocks.append(["environment:", *(f"  {name}={value}" for name, value in data["environment"].items())])
     for node in data["nodes"]:
-        blocks.append([f"command on node {node['node_rank']} (mfsdp {kind_of(checked.settings)} runs it after writing its --config):", f"  {node['line']}"])
+        kind = kind_of(checked.settings)
+        blocks.append([f"command on node {node['node_rank']} (mfsdp {kind} runs it after writing its --config):", f"  {node['line']}"])
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
@@ -72,7 +73,8 @@ def _model(checked: Checked) -> str:
 def _arithmetic(checked: Checked) -> list[tuple[str, str]]:
     settings, plan = checked.settings, checked.plan
     data, optim, trainer = settings.data, settings.optim, settings.trainer
-    start = f"{optim.lr_warmup_init:g} to {optim.lr:g} in {plan.warmup_steps} steps" if plan.warmup_steps else f"{optim.lr:g} from the first step"
+    rise = f"{optim.lr_warmup_init:g} to {optim.lr:g} in {plan.warmup_steps} steps"
+    start = rise if plan.warmup_steps else f"{optim.lr:g} from the first step"
     constant = optim.lr_decay_style == "constant"
     decay = "then constant" if constant else f"then {optim.lr_decay_style} to {optim.min_lr:g} at step {plan.total_steps}"
     experts = f"; experts: EP {plan.ep} x ETP {plan.etp} x expert-DP {plan.expert_dp}" if plan.ep > 1 or plan.etp > 1 else ""
@@ -107,8 +109,10 @@ def _grpo_batch(settings, plan) -> list[tuple[str, str]]:
         where = f"{engines} x {plan.gpus_per_engine} GPUs, on the trainer's; {plan.num_gpus} GPUs in all"
     else:
         where = f"{engines} x {plan.gpus_per_engine} GPUs of their own; {plan.num_gpus} GPUs in all"
-    overlong = "are left out" if data.filter_overlong_prompts else "are an error" if data.truncation == "error" else f"are cut ({data.truncation})"
-    micro = f"up to {actor.ppo_max_token_len_per_gpu} tokens" if actor.use_dynamic_bsz else f"{actor.ppo_micro_batch_size_per_gpu} responses"
+    cut = "are an error" if data.truncation == "error" else f"are cut ({data.truncation})"
+    overlong = "are left out" if data.filter_overlong_prompts else cut
+    by_tokens, by_responses = f"up to {actor.ppo_max_token_len_per_gpu} tokens", f"{actor.ppo_micro_batch_size_per_gpu} responses"
+    micro = by_tokens if actor.use_dynamic_bsz else by_responses
     epochs = f" x {actor.ppo_epochs} passes" if actor.ppo_epochs > 1 else ""
     kl = [f"{actor.kl_loss_type} x {actor.kl_loss_coef:g} in the loss"] if actor.use_kl_loss else []
     kl += [f"{algorithm.kl_penalty} x {algorithm.kl_coef:g} in the reward"] if algorithm.use_kl_in_reward else []
@@ -136,7 +140,8 @@ def _steps(settings, plan, rows: str) -> str:
         steps = f"{plan.total_steps} (trainer.total_training_steps); an epoch has {epoch}"
     else:
         steps = f"{epoch} an epoch, x {trainer.total_epochs} epochs = {plan.total_steps}"
-    return steps + (f"; {plan.dropped_rows_per_epoch} {rows} an epoch fill no batch and are left out" if plan.dropped_rows_per_epoch else "")
+    dropped = plan.dropped_rows_per_epoch
+    return steps + (f"; {dropped} {rows} an epoch fill no batch and are left out" if dropped else "")
 
 
 def _every(steps: int) -> str:

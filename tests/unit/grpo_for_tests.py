@@ -10,7 +10,8 @@ from mfsdp_cli.errors import Problem
 from mfsdp_cli.launch.facts import Facts, ParquetFacts
 
 GOLD = "struct<style: string, ground_truth: string>"
-COLUMNS = {"data_source": "string", "prompt": CHAT, "ability": "string", "reward_model": GOLD, "extra_info": "struct<split: string, index: int64>"}
+COLUMNS = {"data_source": "string", "prompt": CHAT, "ability": "string", "reward_model": GOLD,
+           "extra_info": "struct<split: string, index: int64>"}
 
 
 def prompt_file(path: str, rows: int = 1000, nulls: dict | None = None, **columns) -> ParquetFacts:
@@ -40,8 +41,8 @@ def grpo_settings(**overrides) -> GrpoSettings:
     return settings
 
 
-CPU = {"engine__device": "cpu", "engine__dtype": "float32", "engine__tensor_model_parallel_size": 1, "rollout__tensor_model_parallel_size": 1,
-       "rollout__name": "hf", "trainer__n_gpus_per_node": 2}
+CPU = {"engine__device": "cpu", "engine__dtype": "float32", "engine__tensor_model_parallel_size": 1, "trainer__n_gpus_per_node": 2,
+       "rollout__name": "hf", "rollout__tensor_model_parallel_size": 1}
 
 
 def problems(facts: Facts | None = None, level: str = "error", **settings) -> list[Problem]:

@@ -105,7 +105,8 @@ actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.rollout.log_prob_micro
 actor_rollout_ref.rollout.tensor_model_parallel_size=4 actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.mode=async
 actor_rollout_ref.rollout.gpu_memory_utilization=0.4 actor_rollout_ref.rollout.n=2 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2
 actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=1 actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4
-algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=["console","wandb"] trainer.project_name=verl_grpo_example_gsm8k_math
+algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=["console","wandb"]
+trainer.project_name=verl_grpo_example_gsm8k_math
 trainer.experiment_name=qwen2_7b_megatron_fsdp trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5
 trainer.total_epochs=15
 """
@@ -119,7 +120,8 @@ def test_verls_megatron_fsdp_grpo_script_is_taken_whole():
     loaded = grpo(*VERL_GRPO.split(), "VLLM_USE_V1=1")
     assert [(p.level, p.key) for p in loaded.problems] == [("note", key) for key in (
         "data.return_raw_chat", "actor_rollout_ref.model.use_fused_kernels", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-        "actor_rollout_ref.rollout.mode", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "trainer.critic_warmup", "VLLM_USE_V1")]
+        "actor_rollout_ref.rollout.mode", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "trainer.critic_warmup",
+        "VLLM_USE_V1")]
     expected = GrpoSettings()
     expected.model.path, expected.data.val_files = "Qwen/Qwen2-7B-Instruct", ["gsm8k/test.parquet"]
     expected.data.train_files = ["gsm8k/train.parquet", "math/train.parquet"]
@@ -134,7 +136,8 @@ def test_verls_megatron_fsdp_grpo_script_is_taken_whole():
      "checkpoint.save_contents", ["model"]), ("actor_rollout_ref.actor.grad_clip=0.5", "optim.clip_grad", 0.5),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "actor.policy_loss", "ppo"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor.policy_loss", "gspo"),
-    ("actor_rollout_ref.rollout.val_kwargs.n=4", "rollout.val_n", 4), ("actor_rollout_ref.rollout.val_kwargs.top_p=0.7", "rollout.val_top_p", 0.7),
+    ("actor_rollout_ref.rollout.val_kwargs.n=4", "rollout.val_n", 4),
+    ("actor_rollout_ref.rollout.val_kwargs.top_p=0.7", "rollout.val_top_p", 0.7),
     ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=99", "ref.log_prob_max_token_len_per_gpu", 99),
     ("actor_rollout_ref.ref.model.path=m", "ref.path", "m"), ("algorithm.kl_ctrl.kl_coef=0.2", "algorithm.kl_coef", 0.2),
     ("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction", "truncate"),
@@ -143,7 +146,8 @@ def test_verls_megatron_fsdp_grpo_script_is_taken_whole():
     ("algorithm.filter_groups.enable=True", "algorithm.filter_groups", True),
     ("reward_model.overlong_buffer.len=64", "algorithm.overlong_buffer_length", 64),
     ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5", "algorithm.overlong_penalty_factor", 0.5),
-    ("trainer.max_actor_ckpt_to_keep=2", "trainer.max_ckpt_to_keep", 2), ("trainer.val_before_train=False", "trainer.val_before_train", False),
+    ("trainer.max_actor_ckpt_to_keep=2", "trainer.max_ckpt_to_keep", 2),
+    ("trainer.val_before_train=False", "trainer.val_before_train", False),
 ])
 def test_verls_grpo_names(text, key, value):
     loaded = grpo(text)
@@ -165,11 +169,15 @@ def test_a_custom_reward_of_verls_is_one_setting():
 @pytest.mark.parametrize("text", [
     "actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.clip_ratio=0.3", "actor_rollout_ref.actor.ppo_micro_batch_size=8",
     "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov", "actor_rollout_ref.actor.megatron.forward_only=True",
-    "actor_rollout_ref.rollout.do_sample=False", "actor_rollout_ref.rollout.response_length=9", "actor_rollout_ref.rollout.engine_kwargs.vllm.x=1",
+    "actor_rollout_ref.rollout.do_sample=False", "actor_rollout_ref.rollout.response_length=9",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.x=1",
     "actor_rollout_ref.rollout.multi_turn.enable=True", "actor_rollout_ref.rollout.val_kwargs.top_k=50",
-    "algorithm.rollout_correction.rollout_is=sequence", "algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.kl_ctrl.type=adaptive",
-    "algorithm.filter_groups.max_num_gen_batches=10", "data.reward_fn_key=source", "reward_model.enable=True", "reward_model.reward_manager=remote",
-    "reward.sandbox_fusion.url=http://x", "trainer.critic_warmup=3", "actor_rollout_ref.hybrid_engine=False", "data.seed=1", "critic.enable=True",
+    "algorithm.rollout_correction.rollout_is=sequence", "algorithm.rollout_correction.rollout_rs=token_k1",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.filter_groups.max_num_gen_batches=10", "data.reward_fn_key=source", "reward_model.enable=True",
+    "reward_model.reward_manager=remote",
+    "reward.sandbox_fusion.url=http://x", "trainer.critic_warmup=3", "actor_rollout_ref.hybrid_engine=False",
+    "data.seed=1", "critic.enable=True",
 ])
 def test_grpo_settings_that_would_be_lost_are_refused_with_a_reason(text):
     problem = only_error(grpo(text))
@@ -177,7 +185,8 @@ def test_grpo_settings_that_would_be_lost_are_refused_with_a_reason(text):
 
 
 @pytest.mark.parametrize("text", [
-    "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.fsdp_config.param_offload=True", "actor_rollout_ref.actor.use_torch_compile=False",
+    "actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+    "actor_rollout_ref.actor.use_torch_compile=False",
     "actor_rollout_ref.rollout.free_cache_engine=True", "actor_rollout_ref.rollout.max_num_batched_tokens=9", "critic.optim.lr=1e-5",
     "actor_rollout_ref.rollout.multi_turn.format=hermes", "actor_rollout_ref.rollout.engine_kwargs.vllm={}", "algorithm.gamma=1.0",
     "algorithm.filter_groups.metric=acc", "reward_model.enable=False", "reward_model.model.path=x", "trainer.log_val_generations=10",
@@ -202,8 +211,11 @@ def test_the_reference_says_what_the_actor_has_or_is_wrong(tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text("engine: {tensor_model_parallel_size: 4}\n")
     assert grpo(f"{REF}{name}=4", config=str(config)).problems == []
-    for loaded, actor in ((grpo(f"{REF}{name}=2", f"{ACTOR}{name}=4"), "= 4 (command line)"), (grpo(f"{REF}{name}=2"), "= 1 (default)"),
-                          (grpo(f"{REF}{name}=2", environ={"TP": "8"}), "= 8 ($TP)"), (grpo(f"{REF}{name}=2", config=str(config)), f"= 4 ({config}:1)")):
+    for loaded, actor in (
+        (grpo(f"{REF}{name}=2", f"{ACTOR}{name}=4"), "= 4 (command line)"), (grpo(f"{REF}{name}=2"), "= 1 (default)"),
+        (grpo(f"{REF}{name}=2", environ={"TP": "8"}), "= 8 ($TP)"),
+        (grpo(f"{REF}{name}=2", config=str(config)), f"= 4 ({config}:1)"),
+    ):
         problem = only_error(loaded)
         assert problem.key == REF + name and problem.found == "2" and f"engine.{name} {actor}" in problem.why
         assert "same flags and the same parallel layout" in problem.why

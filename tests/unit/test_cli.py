@@ -174,9 +174,10 @@ def test_grpo_dry_run_writes_nothing_and_shows_the_plan(mfsdp, prompts):
         "verdict     would start", "2 ranks (1 node x 2, cpu) = TP 1 x PP 1 x CP 1 x DP 2", "samplers    1 hf engine on CPU",
         "16 prompts x 8 responses = 128 samples a step, of at most 64 + 24 tokens; longer prompts are left out",
         "16 prompts x 8 = 128 samples an update = 64 x DP 2; micro batches of up to 2048 tokens a rank", "16 // 16 mini batches = 1 a step",
-        "reference   none (no KL)", "30 (trainer.total_training_steps); an epoch has 40 prompts // 16 = 2; 8 prompts an epoch fill no batch",
-        "0.0003 from the first step, then constant", "  prompts.parquet (40 rows)\n", "  out dir/samples/\n", "  VLLM_ALLREDUCE_USE_SYMM_MEM=0\n",
-        "  CUDA_DEVICE_MAX_CONNECTIONS=8\n", "command on node 0 (mfsdp grpo runs it", "-m mfsdp_cli.train.grpo --config 'out dir/attempts/001/config.yaml'",
+        "reference   none (no KL)", "0.0003 from the first step, then constant",
+        "30 (trainer.total_training_steps); an epoch has 40 prompts // 16 = 2; 8 prompts an epoch fill no batch",
+        "  prompts.parquet (40 rows)\n", "  out dir/samples/\n", "  VLLM_ALLREDUCE_USE_SYMM_MEM=0\n", "  CUDA_DEVICE_MAX_CONNECTIONS=8\n",
+        "command on node 0 (mfsdp grpo runs it", "-m mfsdp_cli.train.grpo --config 'out dir/attempts/001/config.yaml'",
     ):
         assert text in done.stdout, text
     data = json.loads(mfsdp(*GRPO, "-n", "--json", cwd=prompts).stdout)
@@ -184,8 +185,8 @@ def test_grpo_dry_run_writes_nothing_and_shows_the_plan(mfsdp, prompts):
 
 
 def test_grpo_flags(mfsdp, prompts):
-    done = mfsdp(*GRPO, "--rollout", "vllm", "--gen-tp", 2, "--nnodes", 2, "--ray-address", "nowhere", "--val-only", "-n", "--json", cwd=prompts, PATH="",
-                 GEN_TP="7")
+    flags = ("--rollout", "vllm", "--gen-tp", 2, "--nnodes", 2, "--ray-address", "nowhere", "--val-only")
+    done = mfsdp(*GRPO, *flags, "-n", "--json", cwd=prompts, PATH="", GEN_TP="7")
     found = {p["key"]: (p["found"], p["where"]) for p in json.loads(done.stdout)["problems"]}
     assert found["trainer.ray_address"] == ("nowhere", "--ray-address") and found["trainer.val_only"] == ("True", "--val-only")
     assert found["rollout.tensor_model_parallel_size"] == ("2", "--gen-tp")
@@ -200,8 +201,9 @@ def test_grpo_needs_ray_and_prompts(mfsdp, inputs):
 
 
 def test_a_reward_function_is_tried_before_the_launch(mfsdp, prompts):
-    (prompts / "score.py").write_text("def good(data_source, solution_str, ground_truth, extra_info=None):\n    return solution_str.endswith(ground_truth)\n\n\n"
-                                      "def bad(data_source, solution_str, ground_truth, extra_info=None):\n    return extra_info['nothing']\n")
+    head = "(data_source, solution_str, ground_truth, extra_info=None):"
+    (prompts / "score.py").write_text(f"def good{head}\n    return solution_str.endswith(ground_truth)\n\n\n"
+                                      f"def bad{head}\n    return extra_info['nothing']\n")
     assert mfsdp(*GRPO, "--reward-fn", "score.py:good", "-n", cwd=prompts).returncode == 0
     done = mfsdp(*GRPO, "--reward-fn", "score.py:bad", "-n", cwd=prompts)
     assert done.returncode == 3 and "score.py" in done.stderr and "KeyError" in done.stderr

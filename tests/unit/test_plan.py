@@ -70,7 +70,8 @@ def test_plan_of_the_grpo_preset():
 
 
 def test_plan_of_samplers_apart_and_on_cpu():
-    apart = make_plan(grpo_settings(rollout__colocate=False, rollout__num_engines=3, actor__ppo_epochs=2, actor__use_kl_loss=False), grpo_facts())
+    settings = grpo_settings(rollout__colocate=False, rollout__num_engines=3, actor__ppo_epochs=2, actor__use_kl_loss=False)
+    apart = make_plan(settings, grpo_facts())
     assert (apart.num_engines, apart.gpus_per_engine, apart.num_gpus, apart.updates_per_step, apart.uses_reference) == (3, 4, 20, 4, False)
     cpu = make_plan(grpo_settings(**CPU), cpu_facts())
     assert (cpu.device, cpu.num_engines, cpu.gpus_per_engine, cpu.num_gpus, cpu.dp) == ("cpu", 1, 0, 0, 2)

@@ -23,10 +23,12 @@ def test_engines_divide_the_gpus_and_the_heads():
 
 
 def test_engine_split_problem():
-    assert engine_split_problem(shape_of(LLAMA), 8) is None and engine_split_problem(shape_of(LLAMA), 16) is None  # 8 groups: 16 is a multiple
+    assert engine_split_problem(shape_of(LLAMA), 8) is None
+    assert engine_split_problem(shape_of(LLAMA), 16) is None, "16 is a multiple of 8 groups"
     assert engine_split_problem(shape_of(QWEN3_MOE), 4) is None
     assert engine_split_problem(shape_of(LLAMA | {"num_key_value_heads": 16}), 8) is None
-    assert engine_split_problem(shape_of(QWEN2 | {"num_attention_heads": 24, "num_key_value_heads": 6, "head_dim": 128}), 4)[0] == "num_key_value_heads"
+    six_groups = shape_of(QWEN2 | {"num_attention_heads": 24, "num_key_value_heads": 6, "head_dim": 128})
+    assert engine_split_problem(six_groups, 4)[0] == "num_key_value_heads"
     assert engine_split_problem(shape_of(QWEN2 | {"intermediate_size": 18946}), 4)[0] == "intermediate_size"
     assert engine_split_problem(shape_of(QWEN3_MOE | {"moe_intermediate_size": 770}), 4)[0] == "moe_intermediate_size"
 
@@ -76,8 +78,8 @@ def test_the_samplers_share_holds_the_weights():
     """7.615e9 x 2 bytes = 14.2 GiB, 3.55 GiB each of 4 GPUs; 0.4 of 8 GiB = 3.2 and of 9 GiB = 3.6."""
     assert passes(grpo_facts(gpu_memory_mib=(9 * 1024,) * 8))
     problem = only(grpo_facts(gpu_memory_mib=(8 * 1024,) * 8))
-    assert problem.key == "rollout.gpu_memory_utilization" and "0.4 of 8.0 GiB = 3.2 GiB cannot hold the weights, 3.5 GiB a GPU" in problem.why
-    assert problem.code == MACHINE_UNFIT
+    assert (problem.key, problem.code) == ("rollout.gpu_memory_utilization", MACHINE_UNFIT)
+    assert "0.4 of 8.0 GiB = 3.2 GiB cannot hold the weights, 3.5 GiB a GPU" in problem.why
     assert passes(grpo_facts(gpu_memory_mib=(0,) * 8)), "unknown is not refused"
     assert passes(grpo_facts(gpu_memory_mib=(8 * 1024,) * 8), rollout__name="hf", **{GEN_TP: 1})
 

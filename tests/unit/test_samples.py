@@ -11,8 +11,8 @@ from mfsdp_cli.samples import COLUMNS, choose, read_samples, render, shorten
 
 
 def row(number: int, reward: float, status: str = "wrong", **changes) -> dict:
-    return {"step": 7, "row": number, "group": number // 2, "index": number % 2, "prompt": f"{number} + 1?", "response": f"line\n#### {number}",
-            "reward": reward, "status": status, "parsed": None if status == "unparseable" else str(number), "ground_truth": str(number + 1),
+    return {"step": 7, "row": number, "group": number // 2, "index": number % 2, "prompt": f"{number} + 1?",
+            "response": f"line\n#### {number}", "reward": reward, "status": status, "parsed": None if status == "unparseable" else str(number), "ground_truth": str(number + 1),
             "advantage": reward - 0.5, "num_tokens": 5, "is_truncated": False} | changes
 
 
