@@ -65,7 +65,7 @@ def words(text: str) -> str:
 
 
 def bare_letters(text: str) -> str:
-    return re.sub(r"\\text|[\s.(){}\"']", "", text).casefold()
+    return re.sub(r"\\text|[\s(){}\"']|\.(?![0-9])", "", text).casefold()
 
 
 def same_words(answer: str, gold_words: str) -> bool:

@@ -113,7 +113,7 @@ class RewardPool:
         for worker in workers:
             worker.connection.close()
         for worker in workers:
-            worker.end(patience_s=1.0 if worker.index is None else 0.0)
+            worker.end(patience_s=1.0 if worker.is_ready and worker.index is None else 0.0)
 
     def __enter__(self) -> RewardPool:
         return self

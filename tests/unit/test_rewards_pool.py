@@ -46,8 +46,9 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "slow":
         time.sleep(0.3)
     print("noise on stdout")
-    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "modules": len({"torch", "ray", "numpy"} & set(sys.modules))}.get(
-        solution_str, len(solution_str))
+    heavy = {"torch", "ray", "numpy"} & set(sys.modules)
+    odd = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "modules": len(heavy)}
+    return odd.get(solution_str, len(solution_str))
 '''
 
 
@@ -108,8 +109,8 @@ def test_what_is_raised_and_what_is_no_number_are_errors_with_a_reason(tricky):
         results = pool.score(items("raise", "nan", "inf", "none", "text", "ok"))
     assert [result.status for result in results] == ["error"] * 5 + ["right"]
     assert [result.score for result in results] == [0, 0, 0, 0, 0, 2]
-    assert [result.detail for result in results[:4]] == ["KeyError: 'boom'", "returned nan (float), not a finite number",
-                                                         "returned inf (float), not a finite number", "returned None (NoneType), not a finite number"]
+    kinds = ("nan (float)", "inf (float)", "None (NoneType)")
+    assert [result.detail for result in results[:4]] == ["KeyError: 'boom'", *(f"returned {kind}, not a finite number" for kind in kinds)]
 
 
 def test_a_worker_that_dies_is_replaced_and_its_item_tried_once_more(tricky, tmp_path):
@@ -213,8 +214,10 @@ def test_a_function_that_cannot_be_imported_stops_the_run(tmp_path):
 
 
 def test_each_data_source_has_its_scorer():
-    assert [scorer_name("auto", source) for source in ("openai/gsm8k", "arithmetic", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
-                                                       "math500", "aime24", "amc23", "math-ai/aime25")] == ["gsm8k"] * 2 + ["math"] * 6
+    for source in ("openai/gsm8k", "arithmetic"):
+        assert scorer_name("auto", source) == "gsm8k"
+    for source in ("DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math500", "aime24", "amc23", "math-ai/aime25"):
+        assert scorer_name("auto", source) == "math"
     assert scorer_name("length", "anything") == "length"
     assert scorer_for("gsm8k_flexible", "anything")("", "it is 7", "7", {}).score == 1
     with pytest.raises(MfsdpError, match="openai/gsm8k, arithmetic, .*aime\\*, amc\\*"):
