@@ -64,7 +64,7 @@ class TrainerRank:
 
         actor = self.settings.actor
         samples = [e.sample for e in batch]
-        totals = losses.count_totals((int(batch[i].mask.sum()) for i in indices), self.settings.data.max_response_length)
+        totals = losses.count_totals((int((batch[i].mask & np.isfinite(batch[i].rollout_log_probs)).sum()) for i in indices), self.settings.data.max_response_length)
         micro_batches = self._pack(samples, indices, self.policy, actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz)
         stats: list[dict] = []
 
@@ -110,11 +110,12 @@ class TrainerRank:
         chosen = [[samples[indices[k]] for k in micro] for micro in plan[engine.dp_rank]]
         return [pack(micro, multiple_of=multiple) for micro in chosen]
 
-    def write_weights(self, folder: str) -> str:
-        """Stream the policy's weights into `folder`, for the samplers. Returns the path they load."""
+    def write_weights(self, folder: str, writers: list[int]) -> str | None:
+        """Stream the policy's weights into a new version in `folder`, on the ranks `writers`: one of each host. Returns its path there."""
         from mfsdp_cli.rollout.transfer import write_weights
 
-        return str(write_weights(self.policy.named_weights(), Path(folder), is_writer=self.rank == 0))
+        path = write_weights(self.policy.named_weights(), Path(folder), is_writer=self.rank in writers)
+        return None if path is None else str(path)
 
     def save(self, step: int, samples_consumed: int, total_steps: int, end_of_turn_id: int) -> str:
         """Write RUN/checkpoints/step_N. Returns its path."""
