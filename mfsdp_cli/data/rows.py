@@ -82,7 +82,7 @@ def read_columns(path: str, columns: dict[str, Callable], setting: str, optional
     except (OSError, pa.ArrowException) as error:
         return None, [problem(str(path), f"not a readable parquet file: {error}", "give files that mfsdp prep-data wrote")]
     present = [name for name in columns if name in schema.names]
-    problems = [problem(name, f"no such column; there are {', '.join(schema.names)}", f"prepare the file with mfsdp prep-data, or set {setting}")
+    problems = [problem(name, f"no such column; there are {', '.join(schema.names)}", f"use the files of mfsdp prep-data, or set {setting}")
                 for name in columns if name not in present and name not in optional]
     problems += [problem(name, why) for name in present if (why := columns[name](name, schema.field(name).type))]
     return (None, problems) if problems else (pq.read_table(path, columns=present, memory_map=True), [])

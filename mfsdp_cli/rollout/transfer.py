@@ -66,7 +66,8 @@ def write_weights(named_weights: Iterator[tuple[str, torch.Tensor]], folder: Pat
     if failure:
         shutil.rmtree(writer.temporary, ignore_errors=True)
         why = f"weights for the samplers cannot be written: {failure}"
-        raise MfsdpError(Problem(str(folder), gib(writer.num_bytes), why, "free memory or disk space there", code=MACHINE_UNFIT)) from failure
+        problem = Problem(str(folder), gib(writer.num_bytes), why, "free memory or disk space there", code=MACHINE_UNFIT)
+        raise MfsdpError(problem) from failure
     return writer.path
 
 
@@ -165,7 +166,8 @@ def check_same_tensors(path: str | Path, wanted: dict[str, tuple[int, ...]], is_
     found, wanted = essential(tensor_shapes(path)), essential(wanted)
     wrong = [f"{name} is missing" for name in wanted.keys() - found.keys()]
     wrong += [f"{name} is superfluous" for name in found.keys() - wanted.keys()]
-    wrong += [f"{name} is {list(found[name])}, not {list(wanted[name])}" for name in found.keys() & wanted.keys() if found[name] != wanted[name]]
+    wrong += [f"{name} is {list(found[name])}, not {list(wanted[name])}" for name in found.keys() & wanted.keys()
+              if found[name] != wanted[name]]
     if wrong:
         listed = "; ".join(sorted(wrong)[:20]) + ("; …" if len(wrong) > 20 else "")
         raise MfsdpError(Problem(str(path), f"{len(wrong)} tensors", f"these are not the weights of the sampler's model: {listed}",

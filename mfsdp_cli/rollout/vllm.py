@@ -45,7 +45,8 @@ class VllmSampler:
 
         if current_platform.is_cpu() != (device == "cpu"):
             why = f"the installed vLLM runs on {current_platform.device_type}, the run on {device}"
-            raise MfsdpError(Problem("rollout.name", "vllm", why, "install the other build of vLLM, or set rollout.name=hf", code=MACHINE_UNFIT))
+            fix = "install the other build of vLLM, or set rollout.name=hf"
+            raise MfsdpError(Problem("rollout.name", "vllm", why, fix, code=MACHINE_UNFIT))
         self.version = 0
         self.max_model_len = max_model_len
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
@@ -110,7 +111,7 @@ class VllmSampler:
             raise RuntimeError("vLLM did not drop its prefix cache: requests are still running")
 
     def sleep(self) -> None:
-        """Level 1: the cache is dropped and the weights go to the host's memory, so that an update may fail, or be left out, without harm."""
+        """Level 1: the cache is dropped and the weights go to the host's memory: an update may fail, or be left out, without harm."""
         if self._can_sleep:
             self._llm.sleep(level=1)
         self._awake = False

@@ -68,7 +68,8 @@ def test_drawing_in_pieces_changes_nothing(monkeypatch):
 
     from mfsdp_cli.rollout import hf
 
-    logits, uniforms = torch.randn(11, 50, generator=torch.Generator().manual_seed(0)), torch.from_numpy(hf.uniform_streams(seeds_of(11), 1)[:, 0])
+    logits = torch.randn(11, 50, generator=torch.Generator().manual_seed(0))
+    uniforms = torch.from_numpy(hf.uniform_streams(seeds_of(11), 1)[:, 0])
     whole = hf.draw(logits, uniforms, plain(top_p=0.9))
     monkeypatch.setattr(hf, "DRAW_ELEMENTS", 150)
     assert all(torch.equal(a, b) for a, b in zip(whole, hf.draw(logits, uniforms, plain(top_p=0.9)), strict=True))

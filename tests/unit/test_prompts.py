@@ -35,7 +35,8 @@ def write(path: Path, rows: list[dict]) -> str:
 
 
 def dataset_of(files, chat, max_samples: int = -1, **options) -> PromptDataset:
-    return PromptDataset([files] if isinstance(files, str) else files, RlDataSettings(**{"max_prompt_length": 12, **options}), chat, max_samples)
+    settings = RlDataSettings(**{"max_prompt_length": 12, **options})
+    return PromptDataset([files] if isinstance(files, str) else files, settings, chat, max_samples)
 
 
 def problems_of(files, chat, **options) -> list:
@@ -66,7 +67,7 @@ def test_what_prep_data_writes_is_read_and_ends_where_the_assistant_is_to_speak(
 
 
 def test_a_chat_of_several_turns_and_a_number_as_gold(tmp_path, chat):
-    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]
+    talk = [{"role": role, "content": text} for role, text in (("system", "s"), ("user", "u"), ("assistant", "a"), ("user", "v"))]
     dataset = dataset_of(write(tmp_path / "a.parquet", [row_of("", gold=7, prompt=talk)]), chat, max_prompt_length=100)
     text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in talk) + "<|im_start|>assistant\n"
     prompt = dataset.prompt(0)
@@ -132,8 +133,9 @@ def test_every_faulty_row_is_named_at_once(tmp_path, chat):
     good, bad = write(tmp_path / "good.parquet", [row_of("a")]), write(tmp_path / "bad.parquet", rows)
     problems = problems_of([good, bad], chat)
     assert [p.where for p in problems] == [f"{bad} row {i}" for i in range(1, 9)] and problems[0].found == "row 2"
-    for problem, part in zip(problems, ["ground_truth is empty", "ground_truth is empty", "data_source is empty", "prompt is empty",
-                                        "ends with an assistant message", "role 'robot'", "content NoneType", "ground_truth is empty"], strict=True):
+    parts = ["ground_truth is empty", "ground_truth is empty", "data_source is empty", "prompt is empty", "ends with an assistant message",
+             "role 'robot'", "content NoneType", "ground_truth is empty"]
+    for problem, part in zip(problems, parts, strict=True):
         assert part in problem.why
     assert len(problems_of(write(tmp_path / "many.parquet", [row_of("a", gold="")] * 25), chat)) == 21
 
@@ -149,7 +151,8 @@ def test_files_without_the_columns_are_all_told(tmp_path, chat):
     ]
     problems = problems_of(files, chat)
     assert [p.where for p in problems] == [files[0], files[1], files[1], files[2], files[3]]
-    for problem, part in zip(problems, ["not a readable", "no such column", "no such column", "is string, not a list", "list<element: string>"], strict=True):
+    parts = ["not a readable", "no such column", "no such column", "is string, not a list", "list<element: string>"]
+    for problem, part in zip(problems, parts, strict=True):
         assert part in problem.why
     assert [p.found for p in problems[1:3]] == ["data_source", "reward_model"] and "data.prompt_key" in problems[1].fix
 
