@@ -70,6 +70,11 @@ def shorten(text: str, limit: int) -> str:
     return text[:rest - rest // 2] + GAP + text[len(text) - rest // 2:]
 
 
+def printable(text: str) -> str:
+    """A sampled text may hold anything; what would move the cursor or colour the terminal becomes the replacement character."""
+    return "".join(c if c == "\n" or c.isprintable() else "\ufffd" for c in text)
+
+
 def render(path: Path, rows: list[dict], chosen: dict[str, list[dict]], no_color: bool = False) -> str:
     """A table on a terminal, plain blocks elsewhere."""
     counts: dict[str, int] = {}
@@ -89,7 +94,7 @@ def _facts(row: dict) -> str:
 
 
 def _block(title: str, row: dict) -> str:
-    texts = [f"  {name}: " + shorten(row[name], LONGEST_SHOWN).replace("\n", "\n    ") for name in ("prompt", "response")]
+    texts = [f"  {name}: " + shorten(printable(row[name]), LONGEST_SHOWN).replace("\n", "\n    ") for name in ("prompt", "response")]
     return "\n".join([f"{title}: {_facts(row)}", *texts])
 
 
@@ -105,7 +110,7 @@ def _table(chosen: dict[str, list[dict]], color: bool) -> str:
         for row in chosen[name]:
             cells = (title, f"{row['row']}.{row['index']}", f"{row['reward']:.2f}", f"{row['advantage']:.2f}", row["status"],
                      str(row["parsed"]), row["ground_truth"], shorten(row["prompt"], LONGEST_SHOWN // 3), shorten(row["response"], LONGEST_SHOWN))
-            table.add_row(*map(Text, cells))
+            table.add_row(*(Text(printable(cell).replace("\n", "↵ ")) for cell in cells))
     screen = Console(file=StringIO(), width=shutil.get_terminal_size().columns, force_terminal=color, no_color=not color)
     screen.print(table)
     return screen.file.getvalue().rstrip("\n")

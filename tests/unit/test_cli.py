@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from inputs_for_tests import snapshot, write_chats, write_model, write_prompts
@@ -13,8 +14,10 @@ from typer.main import get_command
 
 from mfsdp_cli import __version__, cli, errors
 from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
+from mfsdp_cli.config.sources import preset_files
 from mfsdp_cli.launch.folder import open_attempt
 from mfsdp_cli.launch.start import check
+from mfsdp_cli.options import complete_key, complete_preset
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("NPROC", "TP", "PP", "EP", "GEN_TP", "CUDA_DEVICE_MAX_CONNECTIONS", "NO_COLOR", "FORCE_COLOR")
@@ -340,6 +343,16 @@ def test_resume_from_a_path_is_checked_before_the_start(inputs):
 
 
 # ---------------------------------------------------------------- other commands
+
+@pytest.mark.parametrize("command, key, preset", [
+    ("grpo", ["rollout.n="], ["grpo-gsm8k-math-qwen2.5-math-7b", "grpo-tiny-cpu"]), ("sft", [], ["sft-gsm8k-qwen2.5-math-7b", "sft-tiny-cpu"]),
+    ("show", ["rollout.n="], list(preset_files())),
+])
+def test_completion_offers_what_the_command_takes(command, key, preset):
+    context = SimpleNamespace(info_name=command)
+    assert [k for k in complete_key(context, "rollout.n") if k == "rollout.n="] == key and "optim.lr=" in complete_key(context, "optim.")
+    assert complete_preset(context, "") == preset
+
 
 def test_prep_data_prints_paths(mfsdp, tmp_path):
     done = mfsdp("prep-data", "arithmetic", "-o", "d", "--rows", 12, "--test-rows", 3, cwd=tmp_path)

@@ -122,8 +122,12 @@ def test_status_lines_always_pass(capsys):
         lines.feed("saved runs/a/checkpoints/step_000020")
         lines.feed("step by step")
         lines.feed("step 0/95 val_loss 2.5")  # before the first step, so nothing can be saved yet
-    assert capsys.readouterr().err == "saved runs/a/checkpoints/step_000020\nstep by step\nstep 0/95 val_loss 2.5\n"
-    assert lines.last_step is None
+        lines.feed("step 0/95 val_pass_rate 0.5")
+        assert lines.last_step is None
+        lines.feed("step 1/95 reward 0.5 pass 0.5")  # of mfsdp grpo
+        assert lines.last_step == 1
+    shown = ["saved runs/a/checkpoints/step_000020", "step by step", "step 0/95 val_loss 2.5", "step 0/95 val_pass_rate 0.5"]
+    assert capsys.readouterr().err.splitlines() == [*shown, "step 1/95 reward 0.5 pass 0.5"]
 
 
 def test_a_terminal_gets_a_bar_with_the_lines_above(monkeypatch, capsys):

@@ -99,6 +99,12 @@ def test_json_has_texts_whole(tmp_path, capsys):
     assert code == 5 and json.loads(out)["problems"][0]["key"] == "--step" and "steps: 7" in err
 
 
+def test_a_response_cannot_write_to_the_terminal(tmp_path):
+    rows = [row(0, 1.0, response="a\x1b[31mb\r\nc\t\x07")]
+    text = render(tmp_path / "f", rows, choose(rows, 1, 0, 0))
+    assert text.endswith("  response: a\ufffd[31mb\ufffd\n    c\ufffd\ufffd")
+
+
 def test_a_table_on_a_terminal(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "140")
