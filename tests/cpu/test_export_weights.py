@@ -15,6 +15,7 @@ from mfsdp_cli.checkpoint import manifest
 from mfsdp_cli.errors import BAD_INPUT, MISMATCH, MfsdpError
 
 BATCH = conversations(seed=30)
+END_OF_TURN = 432
 GATE, UP = (f"model.layers.0.mlp.{half}_proj.weight" for half in ("gate", "up"))
 SWAPPED = {GATE: UP, UP: GATE}
 CASES = {
@@ -34,7 +35,7 @@ def train_and_save(model, layout: Layout, run_dir: Path):
     step(engine, BATCH, 1e-3)
     settings = SftSettings()
     settings.model.path, settings.engine = str(model), layout.settings
-    folder = checkpoints.save(engine, settings, run_dir, model, checkpoints.Position(1, 5), 10, end_of_turn_id=434)
+    folder = checkpoints.save(engine, settings, run_dir, model, checkpoints.Position(1, 5), 10, END_OF_TURN)
     return folder, dict(engine.named_weights())
 
 
@@ -91,7 +92,8 @@ def test_the_exported_folder_holds_the_engine_s_weights(saved, tmp_path):
     assert 0 <= report["forward_check_difference"] < 5e-2 and report["step"] == 1
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    assert loaded.generation_config.eos_token_id in (434, [434]) and loaded.config.vocab_size == tensors["model.embed_tokens.weight"].shape[0]
+    assert loaded.config.vocab_size == tensors["model.embed_tokens.weight"].shape[0]
+    assert loaded.generation_config.eos_token_id == [END_OF_TURN, 434]  # the source model names 434 alone
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(AutoTokenizer.from_pretrained(model))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 

@@ -13,7 +13,7 @@ from program import ROOT, mfsdp
 DATA = Path(os.environ.get("MFSDP_TEST_DATA", ROOT.parent / "shared" / "data")) / "gsm8k"
 HELD_OUT = 32
 
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"needs GSM8K's train.jsonl and test.jsonl in gsm8k/ of $MFSDP_TEST_DATA, or in {DATA}")
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"needs GSM8K's train.jsonl and test.jsonl in {DATA} (MFSDP_TEST_DATA names its parent)")
 
 
 def loss_of(folder: Path, rows: list) -> float:
@@ -52,7 +52,8 @@ def test_gsm8k_from_raw_rows_to_a_verified_model(tiny, tmp_path):
 
     run_dir = tmp_path / "run"
     code, out, err = mfsdp("sft", "--preset", "sft-tiny-cpu", "--model", tiny("qwen2"), "--train-files", train, "--val-files", test,
-                           "--output", run_dir, f"data.val_max_samples={HELD_OUT}", "trainer.test_freq=-1", "trainer.save_freq=-1")
+                           "--output", run_dir, f"data.val_max_samples={HELD_OUT}", "data.train_batch_size=8", "trainer.test_freq=-1",
+                           "trainer.save_freq=-1")
     assert code == 0, err
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in records if "loss" in r]

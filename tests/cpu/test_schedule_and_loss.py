@@ -39,7 +39,7 @@ def test_edges_of_the_warm_up():
     assert curve(4, lr_warmup_steps=4, lr_warmup_init=0.0) == pytest.approx([0.25, 0.5, 0.75, 1.0])  # nothing but
     assert curve(4, lr_warmup_steps=9, lr_warmup_init=0.0) == pytest.approx([0.25, 0.5, 0.75, 1.0])  # cut at the run's end
     assert curve(4, lr_warmup_steps=3, lr_decay_style="linear")[2:] == pytest.approx([1.0, 0.2])  # one step to fall
-    assert curve(9, lr_warmup_steps_ratio=0.2, lr_warmup_init=0.0)[:2] == pytest.approx([1.0, 0.2 + 0.4 * (1 + math.cos(math.pi / 8))])  # int(1.8)
+    assert curve(9, lr_warmup_init=0.0)[:2] == pytest.approx([1.0, 0.2 + 0.4 * (1 + math.cos(math.pi / 8))])  # int(0.2 * 9) = 1
     assert curve(1) == pytest.approx([0.2])  # int(0.2) = 0 steps of warm-up: the one step is the last
     assert curve(1, lr_warmup_steps=1) == pytest.approx([1.0])
 

@@ -69,8 +69,10 @@ def failed(tiny, tmp_path_factory):
     """Two runs that fail, at the same time: name -> (run folder, exit code, stdout, stderr)."""
     folder = tmp_path_factory.mktemp("failed")
     rows = sums(20)
-    good, long = write_chats(folder / "good.parquet", rows), write_chats(folder / "long.parquet", rows[:7] + [("Count!", "1 2 3 4 5 " * 60)] + rows[7:])
-    common = ["sft", "--preset", "sft-tiny-cpu", "--model", tiny("qwen2"), "--nproc", 1, "data.train_batch_size=4", "data.max_token_len_per_gpu=256"]
+    good = write_chats(folder / "good.parquet", rows)
+    long = write_chats(folder / "long.parquet", rows[:7] + [("Count!", "1 2 3 4 5 " * 60)] + rows[7:])
+    common = ["sft", "--preset", "sft-tiny-cpu", "--model", tiny("qwen2"), "--nproc", 1, "data.train_batch_size=4",
+              "data.max_token_len_per_gpu=256"]
     processes = {
         "overlong": start(*common, "--train-files", long, "--output", folder / "overlong"),
         "diverging": start(*common, "--train-files", good, "--output", folder / "diverging", "optim.lr=1.0e+30", "optim.lr_warmup_steps=0",
