@@ -104,17 +104,22 @@ def _failed(attempt: Attempt, common: dict, failures: list[dict]) -> Outcome:
     first = failures[0]
     name = first.get("name") or f"rank{first.get('rank')}"
     others = f" ({len(failures) - 1} more ranks failed after it)" if len(failures) > 1 else ""
-    message = f"{re.sub(r'^rank(?=[0-9])', 'rank ', name)} failed{others}: {first.get('type', 'error')}: {first.get('message', '')}"
+    who = f"{re.sub(r'^rank(?=[0-9])', 'rank ', name)} failed{others}"
+    message = f"{who}: {first.get('type', 'error')}: {first.get('message', '')}"
     _write_failure(attempt, {**first, "failed_ranks": [f.get("rank") for f in failures]})
     log, tail = _tail(attempt.path / f"{name}.log", attempt.log)
     problems = [Problem(**p) for p in first.get("problems") or []]
+    if first.get("type") == "MfsdpError":  # mistakes of the user's, told one by one: no need of the traceback, nor of all of them on one line
+        message, log, tail = f"{who}, for the reasons above", None, []
     return Outcome(first.get("exit_code") or RUN_FAILED, "failed", message=message, problems=problems, log=log, log_tail=tail, **common)
 
 
 def _torchrun_table(log: Path) -> tuple[int | None, int]:
-    """(rank, exit code) from torchrun's table: of a rank with a fatal signal if there is one, else of its root cause."""
+    """(rank, exit code) from torchrun's table, whose last entry is the first failure that it saw: that one if a fatal signal ended it,
+    else a rank that one did end (the others then only report lost connections), else that one all the same. A rank that torchrun
+    itself killed in the end shows a fatal signal too, which is why the order matters."""
     entries = [(int(rank), int(code)) for rank, code in TABLE_ENTRY.findall(log.read_text(encoding="utf-8", errors="replace"))]
-    fatal = [entry for entry in entries if -entry[1] in FATAL_SIGNALS]
+    fatal = [entry for entry in entries[-1:] + entries if -entry[1] in FATAL_SIGNALS]
     return (fatal or entries[-1:] or [(None, 0)])[0]
 
 

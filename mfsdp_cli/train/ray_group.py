@@ -18,6 +18,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from mfsdp_cli.config.rules_rollout import num_engines
 from mfsdp_cli.config.schema_grpo import GrpoSettings
 from mfsdp_cli.errors import MACHINE_UNFIT, MfsdpError, Problem
 from mfsdp_cli.rollout.base import Sampling
@@ -26,6 +27,7 @@ from mfsdp_cli.train.ranks import TrainerRank
 from mfsdp_cli.types import Response
 
 POLL_S = 10.0
+FORWARDED = ("CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "TOKENIZERS_PARALLELISM", "VLLM_")
 
 
 class _Actor:
@@ -88,7 +90,9 @@ class Cluster:
         address = self.settings.trainer.ray_address
         common = {"logging_level": "ERROR", "log_to_driver": False, "namespace": f"mfsdp-{os.getpid()}"}
         if address:
-            ray.init(address=address, **common)
+            # its workers do not have the driver's environment
+            inherited = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+            ray.init(address=address, runtime_env={"env_vars": inherited}, **common)
         else:
             # a local Ray is ours alone: the processes share the cores, whatever their number
             ray.init(num_cpus=max(os.cpu_count() or 1, self.num_ranks + self.num_samplers), include_dashboard=False, **common)
@@ -175,14 +179,6 @@ class Cluster:
 
     def on_samplers(self, method: str, *args) -> list:
         return wait([s.call.remote(method, *args) for s in self.samplers], f"the samplers: {method}", self.limit_s)
-
-
-def num_engines(settings: GrpoSettings, on_gpu: bool) -> int:
-    rollout = settings.rollout
-    if rollout.num_engines is not None:
-        return rollout.num_engines
-    ranks = settings.trainer.nnodes * settings.trainer.n_gpus_per_node
-    return max(1, ranks // rollout.tensor_model_parallel_size) if on_gpu else 1
 
 
 def require_resources(bundles: list[dict], available: dict) -> None:

@@ -146,6 +146,25 @@ def test_a_killed_rank_is_the_cause_and_not_those_that_lost_it(tmp_path):
     assert code == 137 and "rank 2 was killed by signal 9" in err and "connection closed" not in err
 
 
+def test_the_first_killed_rank_is_told_and_not_one_that_torchrun_killed_after_it(tmp_path):
+    """torchrun SIGKILLs the ranks that do not end by themselves; its table's last entry is the failure it saw first."""
+    table = TABLE.replace("exitcode  : 1 (pid: 12)", "exitcode  : -9 (pid: 12)")
+    assert table.count("exitcode  : -9") == 2
+    code, _, err = finish(tmp_path, f"print({table!r}, flush=True)\nsys.exit(1)")
+    assert code == 137 and "rank 2 was killed by signal 9" in err
+
+
+def test_mistakes_of_the_users_are_told_once(tmp_path):
+    problem = {"key": "data", "found": "row 7", "why": "too long by 40 tokens", "fix": "raise it", "where": "a.parquet row 7", "code": 5, "level": "error"}
+    script = failure(0, 10.0, 5, "data = row 7: too long by 40 tokens", [problem]).replace("ValueError", "MfsdpError")
+    code, out, err = finish(tmp_path, script + """
+(attempt / "rank0.log").write_text("Traceback of MfsdpError: too long by 40 tokens\\n")
+sys.exit(1)
+""")
+    assert (code, out) == (5, "") and err.count("too long by 40 tokens") == 1
+    assert "error: rank 0 failed, for the reasons above" in err and f"logs: {tmp_path}/run/attempts/001" in err
+
+
 def test_an_end_without_any_trace_is_a_failure(tmp_path):
     assert finish(tmp_path, "print('out of luck'); sys.exit(3)")[0] == 1
     code, _, err = finish(tmp_path, f"""
