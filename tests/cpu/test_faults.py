@@ -113,7 +113,14 @@ def test_a_gradient_that_is_not_finite_is_applied_on_no_rank(tiny, tmp_path, poi
 
 
 def evaluated(model, layout: Layout):
-    """Steps with evaluations in between: before the first, after each, and twice in a row."""
+    """Steps with evaluations in between: before the first, after each, and twice in a row.
+
+    Layers are gathered and freed one at a time, as in a large model; tiny ones otherwise fit into what is kept at hand."""
+    from mfsdp_cli.engine import megatron
+
+    config = megatron.fsdp_config()
+    config.suggested_communication_unit_size = 1000
+    megatron.fsdp_config = lambda: config
     engine = build(model, layout)
     found = []
     for number in range(3):
@@ -130,7 +137,7 @@ def test_evaluations_and_exports_between_steps_change_nothing(tiny, tmp_path):
     """After a bare forward pass, and after a step, the module holds raw parameters: loads are lost, exports read freed memory."""
     loop = HfLoop(tiny("qwen2"))
     wanted = [loop.step(BATCH, 1e-3) for _ in range(3)]
-    for found, after in run_ranks(2, evaluated, tiny("qwen2"), Layout(ranks=2, tp=2)):
+    for found, after in run_ranks(4, evaluated, tiny("qwen2"), Layout(ranks=4, tp=2)):
         for mine, theirs in zip(found, wanted, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-5)
     assert largest_difference(after, loop.weights(tmp_path)) < 1e-5

@@ -84,7 +84,7 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(settings, straight, halte
     assert any(not tensors[name].equal(value) for name, value in stored(final(halted, 10)).items())  # or equal would mean nothing
 
 
-@pytest.mark.parametrize("ranks, tp, dynamic", [(1, 1, True), (2, 2, False), (4, 2, True)])
+@pytest.mark.parametrize("ranks, tp, dynamic", [(1, 1, True), (2, 2, False)])
 def test_a_resume_on_other_ranks_continues_within_rounding(settings, straight, halted, tmp_path, ranks, tp, dynamic):
     """Fixed micro batches and no validation make no difference either."""
     other = changed(settings, trainer={"n_gpus_per_node": ranks, "total_training_steps": STEPS}, engine={"tensor_model_parallel_size": tp},
