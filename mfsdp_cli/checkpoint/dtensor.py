@@ -7,6 +7,7 @@ change. Only tensors are stored, never pickled objects:
 
     model.<name>                                    float32 main weights
     optimizer.state.<name>.{exp_avg, exp_avg_sq}    Adam's moments; hyper-parameters are the configuration's, not the file's
+    optimizer.num_updates                           steps of the optimizer, for Adam's bias correction
     rng.<rank>.<generator>                          random states, restored when the layout is the same
 """
 
@@ -24,6 +25,7 @@ from mfsdp_cli.checkpoint.dcp_metadata import TensorEntry, read_dcp
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+UPDATES = "optimizer.num_updates"
 _TE_NAMES = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_"), "input_layernorm."),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_"), "pre_mlp_layernorm."),
@@ -40,10 +42,8 @@ def save(engine, folder: str | Path, contents: list[str]) -> int:
     return len(set().union(*names))
 
 
-def load(engine, folder: str | Path, contents: list[str], step: int) -> list[Problem]:
+def load(engine, folder: str | Path, contents: list[str]) -> list[Problem]:
     """Fill `engine` from `folder`. Collective. Returns notes on what was not restored.
-
-    step    optimizer updates made so far, for Adam's bias correction
 
     Raises MfsdpError when a tensor is missing, superfluous or of another shape: nothing is loaded in part. (DCP and
     Megatron skip what is missing; Megatron forces strict=False for gated models.)"""
@@ -53,12 +53,7 @@ def load(engine, folder: str | Path, contents: list[str], step: int) -> list[Pro
     read_into(state, folder, stored, contents)
     engine.module.module.install_optimized_model_weights()
     if "optimizer" in contents:
-        for entry in engine.optimizer.optimizer.state.values():
-            if "step" in entry:
-                entry["step"].fill_(step)
-        for group in engine.optimizer.param_groups:
-            if "step" in group:  # TransformerEngine's FusedAdam counts by group
-                group["step"] = step
+        engine.set_num_updates(int(state[UPDATES]))
     if "extra" in contents:
         _set_rng({k.split(".", 2)[2]: v for k, v in state.items() if k.startswith("rng.")})
     return notes
@@ -117,6 +112,8 @@ def _state(engine, contents: list[str]) -> dict[str, torch.Tensor]:
             state |= {f"optimizer.state.{canonical(name)}.{moment}": entry[moment] for moment in MOMENTS}
     state = dict(sorted(state.items()))  # the order of collectives must be the same on every rank
     preprocess_state_dict_for_uneven_dtensor(state)
+    if moments is not None:
+        state[UPDATES] = torch.tensor(engine.num_updates)
     if "extra" in contents:
         state |= {f"rng.{dist.get_rank():05d}.{k}": v for k, v in _rng().items()}
     return state

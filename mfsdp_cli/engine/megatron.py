@@ -109,6 +109,7 @@ class MegatronEngine:
             bridging.load_hf_weights(self.bridge, self.model)
         self.optim = optim
         self.optimizer = build_optimizer(self.model, optim, self.dtype) if optim else None
+        self.num_updates = 0
 
     # --- layout -------------------------------------------------------------------------------------------------
 
@@ -187,12 +188,22 @@ class MegatronEngine:
                     param.grad.to_local().mul_(scale)
         success = optimizer.step_with_ready_grads()
         assert success, "without a loss scaler a step cannot be skipped"
+        self.num_updates += 1
         return norm
 
     def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Parameter name -> Adam's exp_avg and exp_avg_sq (DTensors that the optimizer uses)."""
         optimizer = self.optimizer
         return {optimizer._param_name(p): optimizer.optimizer.state[p] for g in optimizer.param_groups for p in g["params"]}
+
+    def set_num_updates(self, count: int) -> None:
+        """Continue after `count` optimizer steps: Adam corrects its moments by that number."""
+        self.num_updates = count
+        for entry in self.optimizer.optimizer.state.values():
+            entry["step"].fill_(count)
+        for group in self.optimizer.param_groups:
+            if "step" in group:  # TransformerEngine's FusedAdam counts by group
+                group["step"] = count
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def load_contents(settings: SftSettings) -> list[str]:
 
 def load(engine, resume: Resume, contents: list[str]) -> list[Problem]:
     """Restore the engine. Collective. Returns notes on what was not restored."""
-    return dtensor.load(engine, resume.folder / DIST_CKPT, contents, resume.position.step)
+    return dtensor.load(engine, resume.folder / DIST_CKPT, contents)
 
 
 def save(engine, settings: SftSettings, run_dir: Path, model_dir: Path, position: Position, total_steps: int, end_of_turn_id: int) -> Path:

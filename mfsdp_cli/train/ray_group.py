@@ -92,7 +92,11 @@ class Cluster:
         if address:
             # its workers do not have the driver's environment
             inherited = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-            ray.init(address=address, runtime_env={"env_vars": inherited}, **common)
+            try:
+                ray.init(address=address, runtime_env={"env_vars": inherited}, **common)
+            except ConnectionError as error:
+                raise MfsdpError(Problem("trainer.ray_address", address, f"no Ray cluster answers there: {error}",
+                                         "start one with ray start --head, or leave the address out for a local one", code=MACHINE_UNFIT)) from error
         else:
             # a local Ray is ours alone: the processes share the cores, whatever their number
             ray.init(num_cpus=max(os.cpu_count() or 1, self.num_ranks + self.num_samplers), include_dashboard=False, **common)
@@ -118,7 +122,7 @@ class Cluster:
         sampler_bundle = {"CPU": 1, **({"GPU": self.settings.rollout.tensor_model_parallel_size} if apart else {})}
         if apart or not self.on_gpu:
             bundles += [sampler_bundle] * self.num_samplers
-        require_resources(bundles, ray.cluster_resources())
+        require_resources(bundles, ray.cluster_resources(), {n["NodeManagerAddress"]: n["Resources"] for n in ray.nodes() if n["Alive"]})
         group = placement_group(bundles, strategy="PACK")
         self.groups.append(group)
         wait([group.ready()], f"Ray to reserve {describe(bundles)}", self.limit_s)
@@ -181,12 +185,12 @@ class Cluster:
         return wait([s.call.remote(method, *args) for s in self.samplers], f"the samplers: {method}", self.limit_s)
 
 
-def require_resources(bundles: list[dict], available: dict) -> None:
+def require_resources(bundles: list[dict], available: dict, by_node: dict[str, dict]) -> None:
     """Raise when the cluster could never hold the bundles: Ray would wait for ever."""
     for kind in ("GPU", "CPU"):
         needed, there = sum(b.get(kind, 0) for b in bundles), available.get(kind, 0)
         if needed > there:
-            nodes = "; ".join(f"{n['NodeManagerAddress']} {n['Resources'].get(kind, 0):g}" for n in ray.nodes() if n["Alive"])
+            nodes = "; ".join(f"{node} {resources.get(kind, 0):g}" for node, resources in by_node.items())
             raise MfsdpError(Problem(f"Ray's {kind}s", f"{there:g}", f"this run needs {needed:g}; by node: {nodes}",
                                      "use fewer ranks or samplers, or a larger cluster (trainer.ray_address)", code=MACHINE_UNFIT))
 
