@@ -278,6 +278,9 @@ def transformer_engine(s, f) -> Iterator[Problem]:
                 key, value, "TransformerEngine is not installed", f"pip install 'transformer-engine[pytorch]', or {fix}",
                 code=MACHINE_UNFIT,
             )
+        elif name == "context_parallel_size" and e.transformer_impl != "local":
+            why = "packed sequences are not split over context-parallel ranks yet: each of them would compute the whole batch"
+            yield Problem(key, value, why, fix)
 
 
 RULES = (

@@ -58,7 +58,7 @@ class EngineSettings:
                                                choices=("optim_grads_params",))
     tensor_model_parallel_size: int = opt(1, "ranks that split each matrix", unit="ranks", low=1)
     pipeline_model_parallel_size: int = opt(1, "pipeline stages; must be 1 with Megatron-FSDP", unit="ranks", low=1)
-    context_parallel_size: int = opt(1, "ranks that split each sequence; above 1 needs TransformerEngine", unit="ranks", low=1)
+    context_parallel_size: int = opt(1, "ranks that split each sequence; above 1 needs TransformerEngine, and is not offered yet", unit="ranks", low=1)
     expert_model_parallel_size: int = opt(1, "ranks that split the experts of a mixture-of-experts model", unit="ranks", low=1)
     expert_tensor_parallel_size: int = opt(1, "ranks that split each expert's matrices", unit="ranks", low=1)
     sequence_parallel: bool | None = opt(None, "split activations between the matrices along the sequence; null: when TP > 1")

@@ -41,6 +41,8 @@ def init_distributed(settings: EngineSettings, timeout_s: int, *, init_method: s
     """
     if settings.device == "cuda" and bridging.ON_CPU:
         raise ValueError("engine.device is cuda, but torch sees no GPU")
+    if settings.context_parallel_size > 1:
+        raise ValueError("engine.context_parallel_size above 1: packed batches are not split over context-parallel ranks")
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if local_rank is None else local_rank
     device = torch.device("cpu") if bridging.ON_CPU else torch.device("cuda", local_rank)
     if device.type == "cuda":
