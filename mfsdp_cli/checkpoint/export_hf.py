@@ -48,8 +48,8 @@ def main() -> None:
         if args.json_report:
             args.json_report.write_text(json.dumps({"problems": [p.to_dict() for p in error.problems]}))
         sys.exit(error.exit_code)
-    except Exception:
-        _say(f"{traceback.format_exc()}\nerror: the export failed; what the libraries said is in {log}")
+    except Exception as error:
+        _say(f"{traceback.format_exc()}\nerror: the export failed: {error}; what the libraries said is in {log}")
         sys.exit(RUN_FAILED)
     if args.json_report:
         args.json_report.write_text(json.dumps(report))
