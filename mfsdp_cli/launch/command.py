@@ -24,6 +24,7 @@ SAMPLING_VARIABLES = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_agent_register_timeout_ms": "120000",  # 30 s by default, too short for its imports on a busy machine
 }
 
 

@@ -99,7 +99,7 @@ class Cluster:
                                          "start one with ray start --head, or leave the address out for a local one", code=MACHINE_UNFIT)) from error
         else:
             # a local Ray is ours alone: the processes share the cores, whatever their number
-            ray.init(num_cpus=max(os.cpu_count() or 1, self.num_ranks + self.num_samplers), include_dashboard=False, **common)
+            start_local(num_cpus=max(os.cpu_count() or 1, self.num_ranks + self.num_samplers), include_dashboard=False, **common)
         try:
             self._start_actors()
         except BaseException:
@@ -183,6 +183,16 @@ class Cluster:
 
     def on_samplers(self, method: str, *args) -> list:
         return wait([s.call.remote(method, *args) for s in self.samplers], f"the samplers: {method}", self.limit_s)
+
+
+def start_local(**options) -> None:
+    """Start Ray here. Twice at most: it gives its own processes 30 s, which is not to be changed, and a busy machine may take longer."""
+    try:
+        ray.init(**options)
+    except Exception as error:  # Ray raises a bare Exception for this
+        print(f"Ray did not start, trying once more: {error}", flush=True)
+        ray.shutdown()
+        ray.init(**options)
 
 
 def require_resources(bundles: list[dict], available: dict, by_node: dict[str, dict]) -> None:
