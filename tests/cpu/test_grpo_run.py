@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_a_killed_trainer_ends_the_run_and_leaves_no_process(tiny, data, tmp_pat
     os.kill(trainers[1], signal.SIGKILL)
     code, out, err = finish(process)
     assert code == RUN_FAILED and out == "", err
-    assert "error: trainer0 failed" in err or "ActorDied" in err, err  # whoever noticed first
+    assert re.search("error: trainer[01] failed", err) or "ActorDied" in err, err  # whoever noticed first: the other trainer, or the driver
     assert marked_processes(mark) == []
 
 
