@@ -9,7 +9,6 @@ Trainer ranks and samplers are Ray actors (`ray_group`); what a rank does is in 
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
@@ -19,16 +18,12 @@ from mfsdp_cli.data.loader import BatchStream
 from mfsdp_cli.rollout.transfer import num_bytes_of, remove_versions, tensor_shapes, transfer_folder
 from mfsdp_cli.train import correction, losses
 from mfsdp_cli.train.answers import Answer, answer_metrics, experience, sample_of, score, set_advantages, usable_groups, write_samples
-from mfsdp_cli.train.process import RankProcess
-from mfsdp_cli.train.schedule import learning_rate
+from mfsdp_cli.train.process import RankProcess, parse_arguments
+from mfsdp_cli.train.schedule import due, learning_rate
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="resolved settings, as the launcher writes them")
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--attempt-dir", type=Path, required=True, help="logs and results of this attempt")
-    args = parser.parse_args()
+    args = parse_arguments(__doc__)
     process = RankProcess(args.attempt_dir, rank=0, local_rank=0, name=None)
     with process.last_word():
         train(read_resolved(args.config, "grpo"), args.run_dir.resolve(), process)
@@ -287,10 +282,6 @@ def summarize(parts: list[dict]) -> dict:
     rename = {"total_loss": "loss", "clip_low": "clip_low_share", "clip_high": "clip_high_share", "clip_dual": "clip_dual_share"}
     return ({rename.get(k, k): v for k, v in found.items() if k != "num_tokens"} | {"num_response_tokens": merged["num_tokens"]}
             | {f"mismatch/{k}": v for k, v in mismatch.items()} | {f"correction/{k}": v for k, v in losses.means(corrected).items()})
-
-
-def due(step: int, freq: int) -> bool:
-    return freq > 0 and step % freq == 0
 
 
 def grpo_line(record: dict) -> str:

@@ -6,6 +6,7 @@ behaves the same.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -17,6 +18,15 @@ from pathlib import Path
 
 from mfsdp_cli.errors import RUN_FAILED, MfsdpError
 from mfsdp_cli.launch.run import ASK_SIGNALS, CONSOLE_MARK, STOP_FILE
+
+
+def parse_arguments(description: str) -> argparse.Namespace:
+    """The command line of a trainer program, as `launch.command` writes it."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="resolved settings, as the launcher writes them")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt-dir", type=Path, required=True, help="logs and results of this attempt")
+    return parser.parse_args()
 
 
 class RankProcess:

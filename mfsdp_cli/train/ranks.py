@@ -6,7 +6,6 @@ collective: the driver calls it on all ranks with the same arguments.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -128,9 +127,6 @@ class TrainerRank:
         from mfsdp_cli.train.sft import peak_memory_gib
 
         return peak_memory_gib(self.device)
-
-    def process_id(self) -> int:
-        return os.getpid()
 
 
 def scatter(packed: PackedBatch, arrays: list[np.ndarray]):

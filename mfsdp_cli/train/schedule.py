@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save, so a resume cannot get it wrong."""
+"""What depends on the step alone, as pure functions: nothing to save, so a resume cannot get it wrong."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def learning_rate(optim: OptimSettings, step: int, total_steps: int) -> float:
     progress = (step - warmup) / (total_steps - warmup)
     share = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress, "constant": 1.0}[optim.lr_decay_style]
     return optim.min_lr + (optim.lr - optim.min_lr) * share
+
+
+def due(step: int, freq: int) -> bool:
+    """Whether something done every `freq` steps falls on this one; -1: never."""
+    return freq > 0 and step % freq == 0

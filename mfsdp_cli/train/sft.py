@@ -8,7 +8,6 @@ Not here: the loss over several epochs of one batch, streaming data sets, sequen
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -17,15 +16,11 @@ from pathlib import Path
 from mfsdp_cli.config.load import read_resolved, to_dict
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.errors import MfsdpError
-from mfsdp_cli.train.process import RankProcess
+from mfsdp_cli.train.process import RankProcess, parse_arguments
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="resolved settings, as the launcher writes them")
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--attempt-dir", type=Path, required=True, help="logs and results of this attempt")
-    args = parser.parse_args()
+    args = parse_arguments(__doc__)
     process = RankProcess(args.attempt_dir, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
     with process.last_word():
         train(read_resolved(args.config), args.run_dir, process)
@@ -41,7 +36,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     from mfsdp_cli.train import checkpoints
     from mfsdp_cli.train.losses import sft_loss
     from mfsdp_cli.train.metrics import EtaMeter, MetricsLog, step_line
-    from mfsdp_cli.train.schedule import learning_rate
+    from mfsdp_cli.train.schedule import due, learning_rate
 
     data, trainer = settings.data, settings.trainer
     device = init_distributed(settings.engine, trainer.startup_timeout_s)
@@ -129,10 +124,6 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     process.finish({"status": status, "step": position.step, "total_steps": total_steps, "checkpoint": str(saved) if saved else None, "metrics": record})
     dist.barrier()
     dist.destroy_process_group()
-
-
-def due(step: int, freq: int) -> bool:
-    return freq > 0 and step % freq == 0
 
 
 def local_model(model: str, trust_remote_code: bool, local_rank: int) -> Path:
