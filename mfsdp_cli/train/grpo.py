@@ -177,20 +177,18 @@ class Run:
 
     def update(self, answers: list[Answer], step: int) -> dict:
         """All optimizer steps on one batch of answers; their statistics."""
-        import ray
-
         settings, actor = self.settings, self.settings.actor
         samples = [sample_of(a, i) for i, a in enumerate(answers)]
         mini_batches = split(answers, actor.ppo_mini_batch_size)
         # One update, weighted by the sampler's own log-probabilities, needs no forward pass of its own for the old ones.
         one_update = len(mini_batches) * actor.ppo_epochs == 1 and settings.algorithm.rollout_correction != "none"
         in_reward = settings.algorithm.use_kl_in_reward
-        shared = ray.put(samples)
+        shared = self.cluster.put(samples)
         old = self.log_probs(shared, reference=False) if in_reward or not one_update else None
         ref = self.log_probs(shared, reference=True) if in_reward or actor.use_kl_loss else None
         kl_in_reward = subtract_kl(answers, old, ref, settings) if in_reward else {}
         set_advantages(answers, settings)
-        batch = ray.put(experience(answers, samples, old, ref, settings))
+        batch = self.cluster.put(experience(answers, samples, old, ref, settings))
         parts, norms = [], []
         lr = learning_rate(settings.optim, step, self.total_steps)
         for _ in range(actor.ppo_epochs):

@@ -163,6 +163,10 @@ class Cluster:
         refs = [t.call.remote(method, *args) for t in self.trainers]
         return wait(refs, what or f"the trainer ranks: {method}", limit_s or self.limit_s)
 
+    def put(self, value):
+        """An argument of several calls, handed over once."""
+        return ray.put(value)
+
     # --- the samplers ---------------------------------------------------------------------------------------------
 
     def start_samplers(self, model_dir: str) -> None:
