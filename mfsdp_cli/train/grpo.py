@@ -102,9 +102,10 @@ class Run:
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * (len(self.train_prompts) // data.train_batch_size)
         self.stream = BatchStream(self.train_prompts, data.train_batch_size, trainer.seed, data.shuffle, self.samples_consumed)
         process.say(f"starting {cluster.num_samplers} samplers ({settings.rollout.name}) …")
-        cluster.start_samplers(state["model_dir"])
+        shapes = tensor_shapes(state["model_dir"])
+        cluster.start_samplers(state["model_dir"], shapes)
         element_bytes = 2 if settings.engine.dtype == "bfloat16" else 4
-        self.transfer = transfer_folder(run_dir, num_bytes_of(tensor_shapes(state["model_dir"]), element_bytes))
+        self.transfer = transfer_folder(run_dir, num_bytes_of(shapes, element_bytes))
         self.num_updates = 0  # weight updates that the samplers have had
         self.sync_weights()
 
@@ -209,6 +210,8 @@ class Run:
     def alarm(self, metrics: dict, step: int) -> None:
         """Stop the run when sampler and trainer disagree, before anything is saved. From the first step on."""
         reason = correction.alarm({k.removeprefix("mismatch/"): v for k, v in metrics.items() if k.startswith("mismatch/")}, self.settings.algorithm.mismatch_alarm)
+        if reason and self.settings.rollout.one_step_ahead:
+            reason += "; with rollout.one_step_ahead the responses are one step old: a lower optim.lr or a higher algorithm.mismatch_alarm allows for it"
         if reason:
             raise ArithmeticError(f"step {step}: {reason}; the last checkpoint is {self.saved}")
 

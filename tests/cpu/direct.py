@@ -1,0 +1,74 @@
+"""The loop of `mfsdp grpo` in one forked process: a trainer rank and a sampler called directly, without Ray and its start-up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ranks import free_port, run_ranks
+
+from mfsdp_cli.config.schema_grpo import GrpoSettings
+from mfsdp_cli.train.process import RankProcess
+
+
+class Direct:
+    """What `grpo.Run` needs of `ray_group.Cluster`."""
+
+    num_ranks, num_samplers, writers = 1, 1, [0]
+
+    def __init__(self, settings: GrpoSettings, run_dir: Path):
+        from mfsdp_cli.train.ranks import TrainerRank
+
+        self.settings, self.rank = settings, TrainerRank(settings, run_dir, 0, 1, 0)
+
+    def put(self, value):
+        return value
+
+    def start_trainers(self) -> dict:
+        return self.rank.start(f"tcp://127.0.0.1:{free_port()}")
+
+    def on_ranks(self, method: str, *args, **_) -> list:
+        return [getattr(self.rank, method)(*args)]
+
+    def start_samplers(self, *args) -> None:
+        from mfsdp_cli.rollout.base import make_sampler
+
+        data = self.settings.data
+        *rest, dtype, device = *args, self.settings.engine.dtype, "cpu"
+        self.sampler = make_sampler(self.settings.rollout, *rest, dtype, device, data.max_prompt_length + data.max_response_length)
+
+    def begin_sampling(self, prompts, sampling, seeds) -> list:
+        return self.sampler.generate(prompts, sampling, seeds)  # at once: an actor, too, does so before a later update of its weights
+
+    def finish_sampling(self, handles: list) -> list:
+        return handles
+
+    def on_samplers(self, method: str, *args) -> list:
+        return [getattr(self.sampler, method)(*args)]
+
+
+def _run(settings: GrpoSettings, run_dir: Path, make_cluster, score):
+    from mfsdp_cli.config.load import to_dict
+    from mfsdp_cli.train.grpo import Run, loop
+    from mfsdp_cli.train.metrics import EtaMeter, MetricsLog
+
+    process = RankProcess(run_dir / "attempts" / "001", 0, 0, name="direct")
+
+    class Pool:
+        def score(self, items):
+            return [score(*item) for item in items]
+
+    trainer = settings.trainer
+    run = Run(settings, run_dir, process, make_cluster(settings, run_dir), Pool())
+    with MetricsLog(run_dir, ["file"], trainer.project_name, trainer.experiment_name, to_dict(settings), True, run.step) as log:
+        loop(run, log, EtaMeter(run.total_steps))
+
+
+def run_loop(settings: GrpoSettings, run_dir: Path, score, make_cluster=Direct) -> list[dict]:
+    """Records of metrics.jsonl. Raises RuntimeError with the failure's traceback.
+
+    score  (data_source, solution, ground_truth, extra_info) -> RewardResult, called in the process itself
+    """
+    from mfsdp_cli.train.metrics import read_metrics
+
+    run_ranks(1, _run, settings, run_dir, make_cluster, score)
+    return list(read_metrics(run_dir))

@@ -1,0 +1,147 @@
+"""What a whole run of GRPO does in unusual cases, by its own loop in one process (`direct`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from direct import Direct, run_loop
+from program import mfsdp
+
+from mfsdp_cli.config.schema_grpo import GrpoSettings
+from mfsdp_cli.errors import OK
+from mfsdp_cli.rewards.base import RewardResult
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("arithmetic")
+    code, _, err = mfsdp("prep-data", "arithmetic", "--for", "rl", "-o", folder, "--rows", 32, "--test-rows", 6)
+    assert code == OK, err
+    return folder
+
+
+def settings_for(tiny, data, run_dir, **overrides) -> GrpoSettings:
+    settings = GrpoSettings()
+    settings.model.path = str(tiny("qwen2"))
+    settings.data.train_files, settings.data.val_files = [str(data / "train.parquet")], [str(data / "test.parquet")]
+    settings.data.train_batch_size, settings.actor.ppo_mini_batch_size = 4, 4
+    settings.data.max_prompt_length, settings.data.max_response_length = 64, 12
+    settings.engine.device, settings.engine.dtype = "cpu", "float32"
+    settings.optim.lr, settings.actor.use_kl_loss, settings.rollout.name, settings.rollout.n = 3e-3, False, "hf", 4
+    settings.trainer.total_training_steps, settings.trainer.save_freq, settings.trainer.test_freq = 3, -1, -1
+    settings.trainer.val_before_train, settings.trainer.output_dir = False, str(run_dir)
+    for name, value in overrides.items():
+        section, _, field = name.partition("__")
+        assert hasattr(getattr(settings, section), field), name
+        setattr(getattr(settings, section), field, value)
+    return settings
+
+
+def by_letters(data_source, solution, ground_truth, extra_info) -> RewardResult:
+    """The share of letters: differs within every group of a random model, and can be learned."""
+    return RewardResult(sum(c.isascii() and c.isalpha() for c in solution) / max(1, len(solution)), solution[:3], "wrong")
+
+
+def always_the_same(*_) -> RewardResult:
+    return RewardResult(0.0, None, "unparseable")
+
+
+def steps(records) -> list[dict]:
+    return [r for r in records if "loss" in r]
+
+
+class StaleFromStep1(Direct):
+    """Tells the driver that it has the weights of step 1, and goes on with those before."""
+
+    def on_samplers(self, method, *args):
+        if method == "update_weights" and self.sampler.version >= 1:
+            self.sampler.version += 1
+            return [self.sampler.version]
+        return super().on_samplers(method, *args)
+
+
+def test_stale_weights_in_the_sampler_stop_the_run_at_that_step(tiny, data, tmp_path):
+    limit = {"algorithm__mismatch_alarm": 0.005, "trainer__save_freq": 1}
+    sound = steps(run_loop(settings_for(tiny, data, tmp_path / "sound", **limit), tmp_path / "sound", by_letters))
+    assert len(sound) == 3 and all(r["mismatch/abs"] < 1e-5 and r["staleness"] == 0 for r in sound)
+    with pytest.raises(RuntimeError, match="step 2: sampler and trainer differ by .* stale weights in the sampler"):
+        run_loop(settings_for(tiny, data, tmp_path / "stale", **limit), tmp_path / "stale", by_letters, StaleFromStep1)
+    assert [p.name for p in sorted((tmp_path / "stale" / "checkpoints").glob("step_*"))] == ["step_000001"]  # nothing of step 2 was saved
+
+
+def test_one_step_ahead_samples_with_the_weights_of_the_step_before(tiny, data, tmp_path):
+    found = {}
+    for ahead in (False, True):
+        run = tmp_path / str(ahead)
+        found[ahead] = steps(run_loop(settings_for(tiny, data, run, rollout__one_step_ahead=ahead, optim__lr=3e-4, trainer__total_training_steps=4),
+                                     run, by_letters))
+    assert [r["staleness"] for r in found[False]] == [0, 0, 0, 0]
+    assert [r["staleness"] for r in found[True]] == [0, 1, 1, 1]
+    assert [r["weight_version"] for r in found[True]] == [1, 1, 2, 3]
+    assert [r["samples_consumed"] for r in found[True]] == [r["samples_consumed"] for r in found[False]] == [4, 8, 12, 16]
+    assert found[True][0]["reward"] == found[False][0]["reward"] and found[True][0]["mismatch/abs"] < 1e-5
+    assert all(1e-4 < r["mismatch/abs"] < 0.1 for r in found[True][1:])  # measured, and below the alarm's default
+
+
+def test_a_group_of_equal_rewards_teaches_nothing_and_is_counted(tiny, data, tmp_path):
+    records = steps(run_loop(settings_for(tiny, data, tmp_path, optim__weight_decay=0.0), tmp_path, always_the_same))
+    assert [r["zero_variance_share"] for r in records] == [1.0] * 3
+    assert [r["grad_norm"] for r in records] == [0.0] * 3 and [r["loss"] for r in records] == [0.0] * 3
+    assert [r["unparseable_share"] for r in records] == [1.0] * 3
+
+
+def flat_for_even_answers(data_source, solution, ground_truth, extra_info) -> RewardResult:
+    return always_the_same() if int(ground_truth) % 2 == 0 else by_letters(data_source, solution, ground_truth, extra_info)
+
+
+def test_flat_groups_are_replaced_by_those_of_further_prompts(tiny, data, tmp_path):
+    import pyarrow.parquet as pq
+
+    from mfsdp_cli.data.loader import epoch_order
+
+    settings = settings_for(tiny, data, tmp_path, algorithm__filter_groups=True, algorithm__filter_groups_max_batches=2, trainer__samples_per_step=-1)
+    records = steps(run_loop(settings, tmp_path, flat_for_even_answers))
+    gold = [int(r["ground_truth"]) for r in pq.read_table(data / "train.parquet", columns=["reward_model"]).column(0).to_pylist()]
+    order = [int(row) for epoch in range(4) for row in epoch_order(32, settings.trainer.seed, epoch, True)]
+    at = 0
+    for record in records:  # by hand: batches of 4 prompts until 4 have an odd answer, three batches at most
+        kept, batches = [], 0
+        while len(kept) < 4 and batches < 3:
+            kept, batches, at = kept + [row for row in order[at : at + 4] if gold[row] % 2], batches + 1, at + 4
+        told = pq.read_table(tmp_path / "samples" / f"step_{record['step']:06d}.parquet").to_pydict()
+        assert list(dict.fromkeys(told["row"])) == kept[:4] and record["rollout_batches"] == batches
+        assert record["samples_consumed"] == at and record["num_groups"] == len(kept[:4])
+        assert record["responses_sampled"] == batches * 16 and record["responses_filtered"] == batches * 16 - 4 * len(kept[:4])
+        assert record["zero_variance_share"] == 0.0
+
+
+def test_when_no_group_differs_the_cap_ends_the_search(tiny, data, tmp_path):
+    settings = settings_for(tiny, data, tmp_path, algorithm__filter_groups=True, algorithm__filter_groups_max_batches=1, trainer__total_training_steps=1)
+    [record] = steps(run_loop(settings, tmp_path, always_the_same))
+    assert record["rollout_batches"] == 2 and record["samples_consumed"] == 8 and record["grad_norm"] == 0.0 and record["zero_variance_share"] == 1.0
+
+
+class SilentOnce(Direct):
+    """The first response of every batch has no tokens at all, as of an engine that was aborted."""
+
+    def begin_sampling(self, prompts, sampling, seeds):
+        [first, *others], *rest = super().begin_sampling(prompts, sampling, seeds)
+        return [[replace(first, input_ids=first.input_ids[:0], log_probs=first.log_probs[:0], text="", is_truncated=False), *others], *rest]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_a_response_of_no_tokens_is_counted_and_harms_nothing(tiny, data, tmp_path, mode):
+    settings = settings_for(tiny, data, tmp_path, actor__loss_agg_mode=mode, actor__ppo_mini_batch_size=2, actor__use_kl_loss=True)
+    records = steps(run_loop(settings, tmp_path, by_letters, SilentOnce))
+    assert [r["empty_responses"] for r in records] == [1, 1, 1]
+    assert all(np.isfinite([r["loss"], r["grad_norm"], r["kl"], r["entropy"]]).all() and r["grad_norm"] > 0 for r in records)
+
+
+def test_validation_only_takes_no_step(tiny, data, tmp_path):
+    settings = settings_for(tiny, data, tmp_path, trainer__val_only=True, rollout__val_n=2, rollout__val_temperature=0.7)
+    [record] = run_loop(settings, tmp_path, by_letters)
+    assert record["step"] == 0 and "loss" not in record and 0 <= record["val_reward"] <= 1
+    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "samples" / "val_step_000000.parquet").exists()
