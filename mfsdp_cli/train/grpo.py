@@ -99,8 +99,10 @@ class Run:
             process.say(note)
         self.step, self.samples_consumed, self.saved = state["step"], state["samples_consumed"], state["resumed_from"]
         self.open_data(state["model_dir"])
-        self.total_steps = trainer.total_training_steps or trainer.total_epochs * (len(self.train_prompts) // data.train_batch_size)
-        self.stream = BatchStream(self.train_prompts, data.train_batch_size, trainer.seed, data.shuffle, self.samples_consumed)
+        self.total_steps, self.stream = self.step, None
+        if self.train_prompts is not None:
+            self.total_steps = trainer.total_training_steps or trainer.total_epochs * (len(self.train_prompts) // data.train_batch_size)
+            self.stream = BatchStream(self.train_prompts, data.train_batch_size, trainer.seed, data.shuffle, self.samples_consumed)
         process.say(f"starting {cluster.num_samplers} samplers ({settings.rollout.name}) …")
         shapes = tensor_shapes(state["model_dir"])
         cluster.start_samplers(state["model_dir"], shapes)
@@ -121,7 +123,8 @@ class Run:
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=self.settings.model.trust_remote_code)
         chat = ChatTokenizer(self.tokenizer)
         self.end_of_turn_id = chat.end_of_turn_id
-        self.train_prompts = PromptDataset(data.train_files, data, chat, data.train_max_samples)
+        val_only = self.settings.trainer.val_only
+        self.train_prompts = None if val_only else PromptDataset(data.train_files, data, chat, data.train_max_samples)
         self.val_prompts = PromptDataset(data.val_files, data, chat, data.val_max_samples) if data.val_files else None
         for name, rows in (("training", self.train_prompts), ("validation", self.val_prompts)):
             if rows is not None:
