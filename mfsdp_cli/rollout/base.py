@@ -47,7 +47,7 @@ class Sampling:
 
 
 class Sampler(Protocol):
-    """`version` counts the weight updates received; 0: the model folder's own weights."""
+    """`version` counts the weight updates received; 0: no weights yet, and nothing may be generated."""
 
     version: int
 
@@ -66,14 +66,17 @@ class Sampler(Protocol):
     def close(self) -> None: ...
 
 
-def make_sampler(settings: RolloutSettings, model_dir: str | Path, dtype: str, device: str, max_model_len: int,
-                 trust_remote_code: bool = False) -> Sampler:
-    """dtype bfloat16 | float32; device cpu | cuda; max_model_len: longest prompt and its response, tokens.
+def make_sampler(settings: RolloutSettings, model_dir: str | Path, shapes: dict[str, tuple[int, ...]], dtype: str, device: str,
+                 max_model_len: int, trust_remote_code: bool = False) -> Sampler:
+    """A sampler without weights: the first `update_weights` gives it those of the policy, whatever the run starts from.
+
+    model_dir: configuration and tokenizer; shapes: name -> shape of the tensors that every update must bring; dtype bfloat16 | float32;
+    device cpu | cuda; max_model_len: longest prompt and its response, tokens.
     Raises MfsdpError if vLLM is asked for and cannot be imported, or is built for another device."""
     if settings.name == "hf":
         from mfsdp_cli.rollout.hf import HfSampler
 
-        return HfSampler(model_dir, dtype, device, max_model_len, max_batch=settings.max_num_seqs, trust_remote_code=trust_remote_code)
+        return HfSampler(model_dir, shapes, dtype, device, max_model_len, settings.max_num_seqs, trust_remote_code)
     assert settings.name == "vllm", settings.name
     try:
         import vllm  # noqa: F401
@@ -82,7 +85,7 @@ def make_sampler(settings: RolloutSettings, model_dir: str | Path, dtype: str, d
         raise MfsdpError(Problem("rollout.name", "vllm", why, "install it, or set rollout.name=hf", code=MACHINE_UNFIT)) from error
     from mfsdp_cli.rollout.vllm import VllmSampler
 
-    return VllmSampler(settings, model_dir, dtype, device, max_model_len, trust_remote_code)
+    return VllmSampler(settings, model_dir, shapes, dtype, device, max_model_len, trust_remote_code)
 
 
 def response_seed(seed: int, step: int, prompt_row: int, index: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mfsdp_cli.rollout.base import Sampling, check_request, respond
-from mfsdp_cli.rollout.transfer import check_same_tensors, tensor_shapes
+from mfsdp_cli.rollout.transfer import check_same_tensors
 from mfsdp_cli.types import Response
 
 DRAW_ELEMENTS = 1 << 24  # logits of one piece when drawing: 128 MiB in float64
@@ -19,7 +19,7 @@ DRAW_ELEMENTS = 1 << 24  # logits of one piece when drawing: 128 MiB in float64
 class HfSampler:
     """See `base.Sampler`. max_batch: rows decoded at a time, which bounds the memory of the cache."""
 
-    def __init__(self, model_dir, dtype: str, device: str, max_model_len: int, max_batch: int, trust_remote_code: bool = False):
+    def __init__(self, model_dir, shapes: dict, dtype: str, device: str, max_model_len: int, max_batch: int, trust_remote_code: bool = False):
         from transformers import AutoConfig, AutoTokenizer
 
         self.version = 0
@@ -27,12 +27,12 @@ class HfSampler:
         self._dtype, self._device, self._remote = getattr(torch, dtype), torch.device(device), trust_remote_code
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
         self._config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
-        self._shapes = tensor_shapes(model_dir)
-        self._model = self._load(model_dir)
+        self._shapes = shapes
+        self._model = None  # until the first update
         self._awake = True
 
     def _load(self, folder):
-        """Through from_pretrained also for an update: it knows how the checkpoint's names map to the module's (fused experts)."""
+        """Through from_pretrained: it knows how the checkpoint's names map to the module's (fused experts)."""
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         model = AutoModelForCausalLM.from_pretrained(folder, config=self._config, generation_config=GenerationConfig(), dtype=self._dtype,
@@ -48,17 +48,17 @@ class HfSampler:
         return self.version
 
     def sleep(self) -> None:
-        self._model, self._awake = self._model.to("cpu"), False
+        self._model, self._awake = self._model and self._model.to("cpu"), False
 
     def wake(self) -> None:
-        self._model, self._awake = self._model.to(self._device), True
+        self._model, self._awake = self._model and self._model.to(self._device), True
 
     def close(self) -> None:
         self._model = None
 
     @torch.inference_mode()
     def generate(self, prompts: list[np.ndarray], sampling: Sampling, seeds: list[int]) -> list[list[Response]]:
-        assert self._awake
+        assert self._awake and self.version, "asleep, or without weights"
         check_request(prompts, sampling, seeds, self.max_model_len)
         # Rows of similar length go together: least padding.
         order = sorted(range(len(seeds)), key=lambda row: len(prompts[row // sampling.n]))

@@ -25,7 +25,7 @@ import numpy as np
 
 from mfsdp_cli.errors import MACHINE_UNFIT, MfsdpError, Problem
 from mfsdp_cli.rollout.base import Sampling, check_request, respond
-from mfsdp_cli.rollout.transfer import check_same_tensors, tensor_shapes
+from mfsdp_cli.rollout.transfer import check_same_tensors
 from mfsdp_cli.types import Response
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ CPU_CACHE_BYTES = 2 << 30
 class VllmSampler:
     """See `base.Sampler`. Raises MfsdpError if the installed vLLM is built for another device."""
 
-    def __init__(self, settings: RolloutSettings, model_dir, dtype: str, device: str, max_model_len: int, trust_remote_code: bool = False):
+    def __init__(self, settings: RolloutSettings, model_dir, shapes: dict, dtype: str, device: str, max_model_len: int,
+                 trust_remote_code: bool = False):
         from transformers import AutoConfig, AutoTokenizer
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -51,16 +52,18 @@ class VllmSampler:
         self.max_model_len = max_model_len
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
         self._config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code).get_text_config()
-        self._shapes = tensor_shapes(model_dir)
+        self._shapes = shapes
         self._can_sleep, self._awake = settings.enable_sleep_mode and device == "cuda", True
         self._llm = LLM(
-            str(model_dir), skip_tokenizer_init=True, trust_remote_code=trust_remote_code, dtype=dtype, seed=0,
+            str(model_dir), skip_tokenizer_init=True, trust_remote_code=trust_remote_code, dtype=dtype, seed=0, load_format="dummy",
             tensor_parallel_size=settings.tensor_model_parallel_size, max_model_len=max_model_len, max_num_seqs=settings.max_num_seqs,
             # never Ray's own executor, which vLLM picks by itself inside a Ray actor
             distributed_executor_backend="mp" if settings.tensor_model_parallel_size > 1 else "uni",
             logprobs_mode="processed_logprobs", use_tqdm_on_load=False,
             **(self._on_cpu(settings, dtype) if device == "cpu" else self._on_gpu(settings)),
         )
+        # An update goes through the same loader, and the dummy one would load nothing.
+        self._llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
 
     @staticmethod
     def _on_gpu(settings: RolloutSettings) -> dict:
@@ -79,6 +82,7 @@ class VllmSampler:
         from vllm import SamplingParams
 
         assert self._awake, "an engine that sleeps would wait for ever"
+        assert self.version, "an engine without weights"
         check_request(prompts, sampling, seeds, self.max_model_len)
         requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts for _ in range(sampling.n)]
         params = [SamplingParams(

@@ -63,14 +63,14 @@ class SamplerActor(_Actor):
         super().__init__(attempt_dir, f"sampler{number}")
         self.settings = settings
 
-    def start(self, model_dir: str, max_model_len: int) -> None:
+    def start(self, model_dir: str, shapes: dict, max_model_len: int) -> None:
         with self.process.last_word():
             import torch
 
             from mfsdp_cli.rollout.base import make_sampler
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            self.target = make_sampler(self.settings.rollout, model_dir, self.settings.engine.dtype, device, max_model_len,
+            self.target = make_sampler(self.settings.rollout, model_dir, shapes, self.settings.engine.dtype, device, max_model_len,
                                        self.settings.model.trust_remote_code)
 
 
@@ -169,10 +169,11 @@ class Cluster:
 
     # --- the samplers ---------------------------------------------------------------------------------------------
 
-    def start_samplers(self, model_dir: str) -> None:
+    def start_samplers(self, model_dir: str, shapes: dict) -> None:
+        """They have no weights yet; see `make_sampler`."""
         data = self.settings.data
         length = data.max_prompt_length + data.max_response_length
-        wait([s.start.remote(model_dir, length) for s in self.samplers], f"{self.num_samplers} samplers to start", self.limit_s)
+        wait([s.start.remote(model_dir, shapes, length) for s in self.samplers], f"{self.num_samplers} samplers to start", self.limit_s)
 
     def begin_sampling(self, prompts: list, sampling: Sampling, seeds: list[int]) -> list:
         """Start to sample, prompts dealt to the samplers in order; `finish_sampling` waits. seeds: n a prompt, row by row."""

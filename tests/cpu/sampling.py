@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from mfsdp_cli.rollout.base import Sampling
+from mfsdp_cli.config.schema_grpo import RolloutSettings
+from mfsdp_cli.rollout.base import Sampling, make_sampler
+from mfsdp_cli.rollout.transfer import tensor_shapes
 
 LENGTHS = (5, 9, 2, 9, 14)
 TOLERANCE = 1e-4
+
+
+def sampler_of(folder, max_model_len: int = 64, **settings):
+    """A sampler on the CPU in float32 that has had one update, version 1: the folder's own weights."""
+    sampler = make_sampler(RolloutSettings(**settings), folder, tensor_shapes(folder), "float32", "cpu", max_model_len)
+    sampler.update_weights(str(folder))
+    return sampler
 
 
 def plain(**options) -> Sampling:

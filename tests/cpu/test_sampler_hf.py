@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
-from sampling import TOLERANCE, file_weights, hf_model, log_probs_alone, plain, prompts_of, seeds_of
+from sampling import TOLERANCE, file_weights, hf_model, log_probs_alone, plain, prompts_of, sampler_of, seeds_of
 
 from mfsdp_cli.config.schema_grpo import RolloutSettings
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError
 from mfsdp_cli.rollout.base import make_sampler, response_seed, stop_ids
+from mfsdp_cli.rollout.transfer import tensor_shapes
 
 @pytest.fixture(scope="session", autouse=True)
 def megatron():
@@ -17,7 +20,7 @@ def megatron():
 
 @pytest.fixture(scope="module")
 def sampler(tiny):
-    return make_sampler(RolloutSettings(name="hf", max_num_seqs=64), tiny("qwen2"), "float32", "cpu", 64)
+    return sampler_of(tiny("qwen2"), name="hf", max_num_seqs=64)
 
 
 # ---------------------------------------------------------------- log-probabilities
@@ -26,13 +29,13 @@ def sampler(tiny):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 def test_log_probs_are_those_of_a_plain_forward_pass(tiny, family):
     folder, prompts, sampling = tiny(family), prompts_of(), plain()
-    sampler = make_sampler(RolloutSettings(name="hf"), folder, "float32", "cpu", 64)
+    sampler = sampler_of(folder, name="hf")
     groups = sampler.generate(prompts, sampling, seeds_of(15))
     model = hf_model(folder)
     assert [len(group) for group in groups] == [3] * 5
     for prompt, group in zip(prompts, groups, strict=True):
         for response in group:
-            assert (response.input_ids.dtype, response.log_probs.dtype, response.weight_version) == (np.int64, np.float32, 0)
+            assert (response.input_ids.dtype, response.log_probs.dtype, response.weight_version) == (np.int64, np.float32, 1)
             assert np.abs(response.log_probs - log_probs_alone(model, prompt, response.input_ids, sampling)).max() < TOLERANCE
 
 
@@ -78,7 +81,7 @@ def test_drawing_in_pieces_changes_nothing(monkeypatch):
 def test_weights_that_are_not_numbers_end_the_run(tiny):
     import torch
 
-    sampler = make_sampler(RolloutSettings(name="hf"), tiny("qwen2"), "float32", "cpu", 64)
+    sampler = sampler_of(tiny("qwen2"), name="hf")
     for temperature in (1.0, 0.0):
         with torch.no_grad():
             sampler._model.model.norm.weight.fill_(torch.nan)
@@ -100,7 +103,7 @@ def test_a_response_depends_on_its_prompt_and_seed_alone(tiny, sampler):
         assert alone.input_ids.tolist() == tokens[row]
         assert np.abs(alone.log_probs - groups[row // 3][row % 3].log_probs).max() < 1e-5
     # in another order, in chunks that cut through a prompt's responses, in one with two layers of padding more
-    chunked = make_sampler(RolloutSettings(name="hf", max_num_seqs=4), tiny("qwen2"), "float32", "cpu", 64)
+    chunked = sampler_of(tiny("qwen2"), name="hf", max_num_seqs=4)
     backwards = chunked.generate(prompts[::-1], sampling, seeds_of(15)[::-1])
     assert [r.input_ids.tolist() for group in backwards[::-1] for r in group[::-1]] == tokens
     again = sampler.generate([prompts[0], prompts_of((40,))[0]], sampling, [100, 101, 102, 1, 2, 3])
@@ -161,15 +164,15 @@ def test_an_update_makes_it_the_other_model_and_back(tiny, tmp_path, family):
 
     prompts, sampling = prompts_of(), plain()
     first, second = tiny(family), tiny(family, seed=1)
-    sampler = make_sampler(RolloutSettings(name="hf"), first, "float32", "cpu", 64)
+    sampler = sampler_of(first, name="hf")
     before = sampler.generate(prompts, sampling, seeds_of(15))
-    assert sampler.update_weights(str(write_weights(file_weights(second), tmp_path / "w", True))) == sampler.version == 1
+    assert sampler.update_weights(str(write_weights(file_weights(second), tmp_path / "w", True))) == sampler.version == 2
     after, model = sampler.generate(prompts, sampling, seeds_of(15)), hf_model(second)
     for prompt, group in zip(prompts, after, strict=True):
         for response in group:
-            assert response.weight_version == 1
+            assert response.weight_version == 2
             assert np.abs(response.log_probs - log_probs_alone(model, prompt, response.input_ids, sampling)).max() < TOLERANCE
-    assert sampler.update_weights(str(first)) == 2
+    assert sampler.update_weights(str(first)) == 3
     back = sampler.generate(prompts, sampling, seeds_of(15))
     assert [r.input_ids.tolist() for g in back for r in g] == [r.input_ids.tolist() for g in before for r in g]
 
@@ -177,7 +180,7 @@ def test_an_update_makes_it_the_other_model_and_back(tiny, tmp_path, family):
 def test_weights_of_another_model_are_refused_and_change_nothing(tiny, tmp_path):
     from mfsdp_cli.rollout.transfer import write_weights
 
-    sampler = make_sampler(RolloutSettings(name="hf"), tiny("qwen2"), "float32", "cpu", 64)
+    sampler = sampler_of(tiny("qwen2"), name="hf")
     before = sampler.generate(prompts_of(), plain(), seeds_of(15))
     weights = dict(file_weights(tiny("qwen2")))
     lost = weights.pop("model.layers.1.mlp.up_proj.weight")
@@ -189,7 +192,23 @@ def test_weights_of_another_model_are_refused_and_change_nothing(tiny, tmp_path)
     assert caught.value.exit_code == BAD_INPUT and "layers.1.mlp.up_proj.weight is missing" in why
     assert "layers.2.mlp.up_proj.weight is superfluous" in why and "model.norm.weight is [3, 64], not [64]" in why
     after = sampler.generate(prompts_of(), plain(), seeds_of(15))
-    assert sampler.version == 0 and [r.input_ids.tolist() for g in after for r in g] == [r.input_ids.tolist() for g in before for r in g]
+    assert sampler.version == 1 and [r.input_ids.tolist() for g in after for r in g] == [r.input_ids.tolist() for g in before for r in g]
+
+
+def test_without_weights_it_answers_nothing(tiny, tmp_path):
+    """A folder with configuration and tokenizer alone, as a checkpoint has; asleep and awake again before the first update."""
+    folder = tiny("qwen2")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path)
+    sampler = make_sampler(RolloutSettings(name="hf"), tmp_path, tensor_shapes(folder), "float32", "cpu", 64)
+    sampler.sleep()
+    sampler.wake()
+    with pytest.raises(AssertionError, match="without weights"):
+        sampler.generate(prompts_of(), plain(), seeds_of(15))
+    assert (sampler.version, sampler.update_weights(str(folder))) == (0, 1)
+    wanted = sampler_of(folder, name="hf").generate(prompts_of(), plain(), seeds_of(15))
+    found = sampler.generate(prompts_of(), plain(), seeds_of(15))
+    assert [r.input_ids.tolist() for g in found for r in g] == [r.input_ids.tolist() for g in wanted for r in g]
 
 
 def test_asleep_it_answers_nothing(sampler):

