@@ -83,7 +83,7 @@ def grpo(
     `mfsdp config schema --kind grpo` lists the keys; verl's names of them work too. The same command again goes on
     where it stopped. Ctrl-C once saves and exits with 75; twice ends at once. `mfsdp samples RUN` shows responses.
 
-    Prints the path of the last complete checkpoint.
+    Prints the path of the last complete checkpoint; with --val-only what was measured, one number a line.
     """
     flags = {"model": model, "train-files": _split(train_files), "val-files": _split(val_files), "output": output, "nproc": nproc, "tp": tp,
              "pp": pp, "ep": ep, "cp": cp, "gen-tp": gen_tp, "rollout": rollout, "reward-fn": reward_fn, "nnodes": nnodes,
@@ -136,7 +136,7 @@ def _run(kind: str, preset: str | None, config: str | None, settings: list[str] 
         raise MfsdpError(checked.problems, hint=f"mfsdp {kind} … --dry-run shows the whole plan and starts nothing")
     console.problems(checked.problems)
     outcome = launch.start(checked, ["mfsdp", *sys.argv[1:]], console)
-    return launch.tell(outcome, console)
+    return launch.tell(outcome, console, checked.validates_only)
 
 
 def _split(values: list[str] | None) -> list[str] | None:

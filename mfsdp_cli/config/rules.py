@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mfsdp_cli.config import rules_grpo, rules_machine, rules_model, rules_override, rules_rollout, rules_sft
 from mfsdp_cli.config.rules_machine import train_rows
-from mfsdp_cli.config.values import as_text, kind_of, leaf_of, nearest
+from mfsdp_cli.config.values import as_text, kind_of, leaf_of, nearest, validates_only
 from mfsdp_cli.errors import Problem
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ def required(s, f) -> Iterator[Problem]:
         yield Problem(
             "model.path", "null", "there is no model to start from", "--model Qwen/Qwen2.5-Math-7B, or the path of a Hugging Face folder",
         )
-    grpo = kind_of(s) == "grpo"
-    if not s.data.train_files:
-        writer = "mfsdp prep-data … --for rl" if grpo else "mfsdp prep-data"
+    if not s.data.train_files and not validates_only(s):
+        writer = "mfsdp prep-data … --for rl" if kind_of(s) == "grpo" else "mfsdp prep-data"
         yield Problem("data.train_files", "[]", "there is nothing to train on", f"--train-files FILE.parquet; {writer} writes one")
 
 

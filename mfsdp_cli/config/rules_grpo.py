@@ -22,7 +22,7 @@ def group_size(s, f) -> Iterator[Problem]:
 
 def mini_batches(s, f) -> Iterator[Problem]:
     size, mini = s.data.train_batch_size, s.actor.ppo_mini_batch_size
-    if size % mini == 0:
+    if size % mini == 0 or s.trainer.val_only:
         return
     if mini > size:
         why = f"a mini batch of {mini} prompts is larger than the batch of {size} that is sampled"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mfsdp_cli.config.rules_model import uses_cuda
 from mfsdp_cli.config.rules_rollout import joins_cluster, sampler_gpus
-from mfsdp_cli.config.values import kind_of, nearest
+from mfsdp_cli.config.values import kind_of, nearest, validates_only
 from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, Problem
 
 KNOWN_GOOD = {"torch": "2.11.0", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "transformers": "5.12.1"}
@@ -145,7 +145,7 @@ def files_are_readable(s, f) -> bool:
 
 
 def data_files(s, f) -> Iterator[Problem]:
-    for key in ("train_files", "val_files"):
+    for key in ("val_files",) if validates_only(s) else ("train_files", "val_files"):
         for path in getattr(s.data, key):
             facts = f.parquet[path]
             if facts.error:
@@ -208,7 +208,7 @@ def _rewrite(s) -> str:
 def same_schema(s, f) -> Iterator[Problem]:
     """One data set is made of all training files, so their chats must have one type."""
     first, (_, column, *_) = None, _columns(s)[0]
-    for path in s.data.train_files:
+    for path in () if validates_only(s) else s.data.train_files:
         kind = f.parquet[path].columns.get(column)
         if f.parquet[path].error or kind is None or chat_type_problem(kind):
             continue
@@ -220,7 +220,7 @@ def same_schema(s, f) -> Iterator[Problem]:
 
 def validation_is_apart(s, f) -> Iterator[Problem]:
     for path in s.data.val_files:
-        if path in s.data.train_files:
+        if path in s.data.train_files and not validates_only(s):
             yield _bad_file(
                 "val_files", path, "the same file is trained on, so validation tells nothing", "give another file", level="warning",
             )

@@ -65,6 +65,11 @@ def kind_of(settings: SftSettings | GrpoSettings) -> str:
     return next(kind for kind, cls in SETTINGS.items() if type(settings) is cls)
 
 
+def validates_only(settings: SftSettings | GrpoSettings) -> bool:
+    """Whether nothing is trained: training data and what updates need are then not asked for."""
+    return kind_of(settings) == "grpo" and settings.trainer.val_only
+
+
 def other_kind(kind: str) -> str:
     return "grpo" if kind == "sft" else "sft"
 

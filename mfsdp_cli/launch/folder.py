@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, complete_steps, require_complete, resolve
-from mfsdp_cli.config.values import kind_of
+from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, MfsdpError, Problem
 from mfsdp_cli.output import print_stderr
 
@@ -94,7 +94,7 @@ def open_attempt(run_dir: Path, settings: SftSettings | GrpoSettings, origins: d
     path.mkdir()
     text = dump_yaml(settings)
     _write(path / CONFIG, text)
-    if node_rank == 0 or not (run_dir / CONFIG).exists():
+    if (node_rank == 0 and not validates_only(settings)) or not (run_dir / CONFIG).exists():  # it must not change how training goes on
         _write(run_dir / CONFIG, text)
         _write(run_dir / "origin.json", json.dumps(origins, indent=1, ensure_ascii=False) + "\n")
     return Attempt(run_dir, path, node_rank, lock, "torchrun" if kind_of(settings) == "sft" else "the driver")
@@ -190,7 +190,7 @@ def _changed_keys(run_dir: Path, settings: SftSettings | GrpoSettings, origins: 
         return [Problem(str(file), "", f"the settings of the earlier attempt cannot be read: {error}",
                         "restore the file, or choose another --output", code=BAD_INPUT)]
     now, problems = to_dict(settings), []
-    for key in FIXED_ON_RESUME[kind]:
+    for key in ("model.path",) if validates_only(settings) else FIXED_ON_RESUME[kind]:
         section, name = key.split(".")
         old, new = before[section][name], now[section][name]
         if old != new:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mfsdp_cli.config.rules_grpo import uses_reference
 from mfsdp_cli.config.rules_rollout import num_engines, sampler_gpus
-from mfsdp_cli.config.values import kind_of
+from mfsdp_cli.config.values import kind_of, validates_only
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
@@ -23,7 +23,8 @@ class Plan:
     num_train_rows, num_val_rows   rows used, after train_max_samples and val_max_samples
     steps_per_epoch      whole batches in an epoch; the dropped_rows_per_epoch left over are other rows in every epoch,
                          since the order changes, unless data.shuffle is False
-    total_steps          steps of the whole run: in SFT one update each, in GRPO one rollout each and the updates on it
+    total_steps          steps of the whole run: in SFT one update each, in GRPO one rollout each and the updates on it; 0 when
+                         it only validates
     warmup_steps         steps in which the learning rate rises
     rows_per_dp_rank     conversations, or responses, of one update that one data-parallel rank works on
     """
@@ -76,7 +77,7 @@ def make_plan(settings: SftSettings | GrpoSettings, facts: Facts) -> Plan:
     dp = max(1, world // (tp * pp * cp))
     rows = _num_rows(data.train_files, data.train_max_samples, facts)
     steps_per_epoch = rows // data.train_batch_size
-    total = trainer.total_training_steps or trainer.total_epochs * steps_per_epoch
+    total = 0 if validates_only(settings) else trainer.total_training_steps or trainer.total_epochs * steps_per_epoch
     device = choose_device(engine.device, facts.num_gpus)
     if kind_of(settings) == "sft":
         make, per_update = Plan, data.train_batch_size

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, latest_complete
-from mfsdp_cli.config.values import kind_of
+from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import EXIT_CODES, OK
 from mfsdp_cli.launch.command import child_command, child_environment, shell_line
 from mfsdp_cli.launch.folder import next_attempt
@@ -80,15 +80,19 @@ def _arithmetic(checked: Checked) -> list[tuple[str, str]]:
     experts = f"; experts: EP {plan.ep} x ETP {plan.etp} x expert-DP {plan.expert_dp}" if plan.ep > 1 or plan.etp > 1 else ""
     sign = "=" if plan.world_size == plan.tp * plan.pp * plan.cp * plan.dp else "is not"
     sft = kind_of(settings) == "sft"
-    return [
+    validation = f"{plan.num_val_rows} rows, {_every(trainer.test_freq)}" if data.val_files else "never (data.val_files is empty)"
+    if validates_only(settings):
+        validation = f"{plan.num_val_rows} prompts x {settings.rollout.val_n}, and nothing else (trainer.val_only)"
+    rows = [
         ("world", f"{plan.world_size} ranks ({trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''} x {trainer.n_gpus_per_node}, "
                   f"{plan.device}) {sign} TP {plan.tp} x PP {plan.pp} x CP {plan.cp} x DP {plan.dp}{experts}"),
         *(_sft_batch(settings, plan) if sft else _grpo_batch(settings, plan)),
         ("steps", _steps(settings, plan, "rows" if sft else "prompts")),
         ("lr", f"{start}, {decay}"),
-        ("validate", f"{plan.num_val_rows} rows, {_every(trainer.test_freq)}" if data.val_files else "never (data.val_files is empty)"),
+        ("validate", validation),
         ("save", f"{_every(trainer.save_freq)}; keeps {trainer.max_ckpt_to_keep or 'all'}"),
     ]
+    return [row for row in rows if row[0] in ("world", "samplers", "reward", "validate")] if validates_only(settings) else rows
 
 
 def _sft_batch(settings, plan) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.config.rules_machine import GOLD, gold_type_problem, text_type_problem
-from mfsdp_cli.config.values import kind_of
+from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def data_problems(settings: GrpoSettings, facts: Facts) -> Iterator[Problem]:
     import pyarrow
 
     unknown: Counter[str] = Counter()
-    for key in ("val_files",) if settings.trainer.val_only else ("train_files", "val_files"):
+    for key in ("val_files",) if validates_only(settings) else ("train_files", "val_files"):
         left = getattr(settings.data, key.replace("files", "max_samples"))
         for path in getattr(settings.data, key):
             file = facts.parquet[path]

@@ -11,6 +11,7 @@ from mfsdp_cli.config.load import load
 from mfsdp_cli.config.rules import check as check_rules
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.config.schema_grpo import GrpoSettings
+from mfsdp_cli.config.values import validates_only
 from mfsdp_cli.errors import OK, STOPPED, Problem, exit_code_of
 from mfsdp_cli.launch.command import child_command, child_environment, shell_line
 from mfsdp_cli.launch.facts import Facts, gather
@@ -36,6 +37,10 @@ class Checked:
     @property
     def exit_code(self) -> int:
         return exit_code_of(self.problems)
+
+    @property
+    def validates_only(self) -> bool:
+        return validates_only(self.settings)
 
 
 def check(kind: str, *, preset: str | None, config: str | None, assignments: list[str], flags: Mapping[str, object], resume: str | None,
@@ -67,8 +72,9 @@ def start(checked: Checked, called: list[str], console: Console) -> Outcome:
         return run(command, {**checked.facts.environ, **added}, attempt, console)
 
 
-def tell(outcome: Outcome, console: Console) -> int:
-    """Print how the run ended and, when there is one, its product. Returns the exit code."""
+def tell(outcome: Outcome, console: Console, val_only: bool = False) -> int:
+    """Print how the run ended and, when there is one, its product: the last complete checkpoint, or what was validated. Returns
+    the exit code."""
     if outcome.status in ("failed", "killed"):
         console.problems(outcome.problems)
         print_stderr(f"error: {describe(outcome)}")
@@ -76,7 +82,9 @@ def tell(outcome: Outcome, console: Console) -> int:
         print_stderr(f"warning: {outcome.message}")
     if outcome.status == "stopped":
         print_stderr(f"stopped; the same command again goes on from {outcome.checkpoint}")
-    if console.json or (outcome.checkpoint is not None and outcome.exit_code in (OK, STOPPED)):
+    if val_only and outcome.exit_code == OK:
+        console.product([f"{name} {value:g}" for name, value in outcome.metrics.items() if name.startswith("val_")], outcome.to_dict())
+    elif console.json or (outcome.checkpoint is not None and outcome.exit_code in (OK, STOPPED)):
         console.product(str(outcome.checkpoint), outcome.to_dict())
     return outcome.exit_code
 

@@ -16,8 +16,10 @@ from mfsdp_cli import __version__, cli, errors
 from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
 from mfsdp_cli.config.sources import preset_files
 from mfsdp_cli.launch.folder import open_attempt
-from mfsdp_cli.launch.start import check
+from mfsdp_cli.launch.outcome import Outcome
+from mfsdp_cli.launch.start import check, tell
 from mfsdp_cli.options import complete_key, complete_preset
+from mfsdp_cli.output import Console
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("NPROC", "TP", "PP", "EP", "GEN_TP", "CUDA_DEVICE_MAX_CONNECTIONS", "NO_COLOR", "FORCE_COLOR")
@@ -229,6 +231,43 @@ def test_a_run_folder_belongs_to_one_kind(prompts):
     again = [check("grpo", preset="grpo-tiny-cpu", config=None, assignments=[text], flags=flags, resume=None, environ={"PATH": ""})
              for text in ("rollout.n=4", "data.max_prompt_length=32")]
     assert not folder_errors(again[0]) and list(folder_errors(again[1])) == ["data.max_prompt_length"]
+
+
+VALIDATION = ("grpo", "--preset", "grpo-tiny-cpu", "--model", "model", "--val-files", "prompts.parquet", "--val-only")
+
+
+def test_a_validation_only_run_needs_no_training_data(mfsdp, prompts):
+    done = mfsdp(*VALIDATION, "-n", cwd=prompts)
+    assert done.returncode == 0 and "40 prompts x 1, and nothing else (trainer.val_only)" in done.stdout, done.stderr
+    assert "updates" not in done.stdout and "prompts.parquet (40 rows)" in done.stdout
+    plan = json.loads(mfsdp(*VALIDATION, "--train-files", "none.parquet", "-n", "--json", cwd=prompts).stdout)["plan"]
+    assert plan["total_steps"] == 0 and plan["num_val_rows"] == 40
+    without = mfsdp("grpo", "--preset", "grpo-tiny-cpu", "--model", "model", "--val-only", "-n", cwd=prompts)
+    assert without.returncode == 3 and "nothing to validate on" in without.stderr and "data.train_files" not in without.stderr
+
+
+def test_the_product_of_validation_is_what_was_measured(capsys, tmp_path):
+    metrics = {"val_pass_rate": 0.25, "val_response_length": 12.0, "loss": 1.0}
+    assert tell(Outcome(0, "done", tmp_path, tmp_path, checkpoint=tmp_path / "step_000003", metrics=metrics), Console(), val_only=True) == 0
+    assert capsys.readouterr().out == "val_pass_rate 0.25\nval_response_length 12\n"
+    tell(Outcome(0, "done", tmp_path, tmp_path, metrics=metrics), Console(json=True), val_only=True)
+    assert json.loads(capsys.readouterr().out)["metrics"] == metrics
+
+
+def test_validation_leaves_the_settings_of_training_alone(prompts):
+    def judged(*assignments, **flags):
+        flags = {"model": str(prompts / "model"), "output": str(prompts / "run")} | flags
+        return check("grpo", preset="grpo-tiny-cpu", config=None, assignments=list(assignments), flags=flags, resume=None, environ={"PATH": ""})
+
+    trained, validated = {"train-files": [str(prompts / "prompts.parquet")]}, {"val-files": [str(prompts / "prompts.parquet")], "val-only": True}
+    start_once(judged(**trained))
+    save(prompts / "run", 3)
+    result = judged("data.max_prompt_length=32", **validated)
+    assert not folder_errors(result)
+    attempt = start_once(result)
+    assert "val_only: true" in (attempt.path / "config.yaml").read_text()
+    assert "val_only: false" in (prompts / "run/config.yaml").read_text()
+    assert not folder_errors(judged(**trained)) and "model.path" in folder_errors(judged(**validated | {"model": "other"}))
 
 
 def test_variables_and_flags_in_their_order(mfsdp, inputs):
