@@ -160,6 +160,18 @@ def kl(s, f) -> Iterator[Problem]:
     if s.actor.use_kl_loss and s.algorithm.use_kl_in_reward:
         why = "the distance from the reference counts twice: in the loss (actor.use_kl_loss) and in the reward"
         yield Problem("algorithm.use_kl_in_reward", "True", why, "keep one of the two", level="warning")
+    if s.actor.use_kl_loss and s.actor.kl_loss_type in ("kl", "k1"):
+        why = "the gradient of this estimator is 0 on average, so that in the loss it only adds noise"
+        fix = "actor.kl_loss_type=low_var_kl or k2, or algorithm.use_kl_in_reward=True instead of actor.use_kl_loss"
+        yield Problem("actor.kl_loss_type", s.actor.kl_loss_type, why, fix, level="warning")
+
+
+def sequence_ratio(s, f) -> Iterator[Problem]:
+    """GSPO (arXiv:2507.18071, eq. 5) is a mean over sequences of one ratio each; verl's gspo says the same of its own default."""
+    a = s.actor
+    if a.policy_loss == "gspo" and a.loss_agg_mode != "seq-mean-token-mean":
+        why = f"GSPO gives every sequence one ratio and the same weight; {a.loss_agg_mode} weighs long ones more"
+        yield Problem("actor.loss_agg_mode", a.loss_agg_mode, why, "actor.loss_agg_mode=seq-mean-token-mean", level="warning")
 
 
 def clipping(s, f) -> Iterator[Problem]:
@@ -206,6 +218,6 @@ def reward(s, f) -> Iterator[Problem]:
 
 
 RULES = (
-    group_size, mini_batches, update, one_full_batch, validation, lengths, sampling, one_step_ahead, kl, clipping, filter_groups,
-    reference, reward,
+    group_size, mini_batches, update, one_full_batch, validation, lengths, sampling, one_step_ahead, kl, sequence_ratio, clipping,
+    filter_groups, reference, reward,
 )

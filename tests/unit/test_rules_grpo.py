@@ -170,6 +170,23 @@ def test_kl_counts_once():
     assert "counts twice" in only(level="warning", algorithm__use_kl_in_reward=True).why
 
 
+def test_kl_in_the_loss_has_a_gradient():
+    for kind in ("low_var_kl", "k3", "k2", "mse", "abs"):
+        assert passes(actor__kl_loss_type=kind)
+    for kind in ("kl", "k1"):
+        problem = only(level="warning", actor__kl_loss_type=kind)
+        assert (problem.key, problem.found) == ("actor.kl_loss_type", kind) and "low_var_kl or k2" in problem.fix
+        assert passes(actor__kl_loss_type=kind, actor__use_kl_loss=False)
+    assert passes(actor__use_kl_loss=False, algorithm__use_kl_in_reward=True, algorithm__kl_penalty="k1"), "in the reward it is right"
+
+
+def test_gspo_weighs_sequences_alike():
+    assert passes(actor__policy_loss="gspo", actor__loss_agg_mode="seq-mean-token-mean")
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
+        assert only(level="warning", actor__policy_loss="gspo", actor__loss_agg_mode=mode).key == "actor.loss_agg_mode"
+        assert passes(actor__policy_loss="ppo", actor__loss_agg_mode=mode)
+
+
 def test_dual_clip_is_above_one():
     assert passes(actor__clip_ratio_c=0.0) and passes(actor__clip_ratio_c=1.01)
     assert only(actor__clip_ratio_c=1.0).key == only(actor__clip_ratio_c=0.5).key == "actor.clip_ratio_c"
