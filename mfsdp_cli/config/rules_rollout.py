@@ -29,6 +29,15 @@ def sampler_gpus(s) -> int:
     return num_engines(s, cuda=True) * s.rollout.tensor_model_parallel_size
 
 
+def weight_transfer(s, cuda: bool) -> str:
+    """rollout.weight_transfer, with auto decided: file | ipc | nccl."""
+    if s.rollout.weight_transfer != "auto":
+        return s.rollout.weight_transfer
+    if s.rollout.name != "vllm" or not cuda:
+        return "file"
+    return "ipc" if s.rollout.colocate else "nccl"
+
+
 def joins_cluster(s) -> bool:
     """Whether the ranks run on a Ray cluster that is already there, whose size cannot be seen from here."""
     return kind_of(s) == "grpo" and s.trainer.ray_address is not None
@@ -119,6 +128,19 @@ def engine_memory(s, f) -> Iterator[Problem]:
         yield Problem(key, f"{share:g}", why, f"at most {ROOM_FOR_TRAINER:g}, or rollout.colocate=False", level="warning")
 
 
+def transfer(s, f) -> Iterator[Problem]:
+    """CUDA IPC reaches memory of the same GPU only, and NCCL refuses two processes on one GPU."""
+    way, r = s.rollout.weight_transfer, s.rollout
+    if way in ("auto", "file"):
+        return
+    if r.name != "vllm" or not uses_cuda(s, f):
+        yield Problem("rollout.weight_transfer", way, "this way is vLLM's own, from GPU to GPU", "rollout.weight_transfer=auto")
+    elif (way == "ipc") != r.colocate:
+        why = "ipc needs engines on the trainer's GPUs" if way == "ipc" else "nccl needs engines on GPUs of their own"
+        fix = f"rollout.weight_transfer=auto, or rollout.colocate={not r.colocate}"
+        yield Problem("rollout.weight_transfer", way, why + f", and rollout.colocate is {r.colocate}", fix)
+
+
 def sleep_mode(s, f) -> Iterator[Problem]:
     if s.rollout.enable_sleep_mode:
         why = "vLLM's sleep mode hung on an H200 in our tests: a run that stands still here is ended by rollout.timeout_s"
@@ -194,4 +216,4 @@ def variables(s, f) -> Iterator[Problem]:
         )
 
 
-RULES = (engine_size, engines_fit, engine_memory, sleep_mode, sampler_package, grader_package, cluster, variables)
+RULES = (engine_size, engines_fit, engine_memory, transfer, sleep_mode, sampler_package, grader_package, cluster, variables)

@@ -64,6 +64,8 @@ class RolloutSettings:
     colocate: bool = opt(True, "samplers share the trainer's GPUs; False: they have GPUs of their own")
     gpu_memory_utilization: float = opt(0.4, "vLLM's share of each GPU's memory", low=0.05, high=0.95)
     enforce_eager: bool = opt(False, "vLLM without CUDA graphs: starts faster, samples slower")
+    weight_transfer: str = opt("auto", "way of the weights to the samplers. ipc: vLLM on the trainer's GPUs; nccl: on its own; file: any; auto: by these",
+                               choices=("auto", "file", "ipc", "nccl"))
     enable_sleep_mode: bool = opt(False, "free vLLM's memory while training")
     max_num_seqs: int = opt(256, "responses that one vLLM engine samples at a time", low=1)
     one_step_ahead: bool = opt(False, "sample the next batch with the weights of one step ago while training on this one")

@@ -83,9 +83,19 @@ if ON_CPU:
     cpu.patch_megatron()
 
 
-def open_model(path: str, trust_remote_code: bool = False) -> AutoBridge:
-    """The bridge of one Hugging Face folder or hub id. Reads config.json; weights are read when asked for."""
-    return AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
+def open_model(path: str, trust_remote_code: bool = False, with_weights: bool = True) -> AutoBridge:
+    """The bridge of one Hugging Face folder or hub id. Reads config.json; weights are read when asked for. Without weights
+    the folder need not have any, and the bridge's `hf_pretrained` is the configuration."""
+    if with_weights:
+        return AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
+    from transformers import AutoConfig
+
+    return AutoBridge.from_hf_config(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+
+
+def config_of(bridge: AutoBridge):
+    """The model's configuration in transformers' class."""
+    return getattr(bridge.hf_pretrained, "config", bridge.hf_pretrained)
 
 
 def load_hf_weights(bridge: AutoBridge, model: list) -> None:
@@ -161,11 +171,12 @@ def _is_tied_copy(bridge: AutoBridge, name: str) -> bool:
     return name == "lm_head.weight" and bool(getattr(bridge.hf_pretrained.config, "tie_word_embeddings", False))
 
 
-def export_weights(bridge: AutoBridge, model: list, vocab_size: int, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stream (Hugging Face name, full tensor on CPU), padding rows of the vocabulary cut off. Collective: every rank
+def export_weights(bridge: AutoBridge, model: list, vocab_size: int, dtype: torch.dtype | None,
+                   on_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Stream (Hugging Face name, full tensor, on CPU or where the model is), padding rows of the vocabulary cut off. Collective: every rank
     must iterate to the end. `dtype` None keeps what the model holds (float32 main weights under Megatron-FSDP).
     """
-    for name, tensor in bridge.export_hf_weights(model, cpu=True, show_progress=False):
+    for name, tensor in bridge.export_hf_weights(model, cpu=on_cpu, show_progress=False):
         if name in ("model.embed_tokens.weight", "lm_head.weight") and tensor.shape[0] > vocab_size:
             tensor = tensor[:vocab_size]
         yield name, tensor.to(dtype or tensor.dtype).contiguous()

@@ -218,14 +218,14 @@ class MegatronEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------
 
-    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor on CPU), a stream; every rank must iterate to the end.
+    def named_weights(self, dtype: torch.dtype | None = None, on_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor, on CPU or on the device), a stream; every rank must iterate to the end.
 
         A step ends with the raw, freed parameters in the module (distrib_optimizer.py, step_with_ready_grads), from
         which an export would read garbage: synchronize_param_gather puts the sharded ones back first.
         """
         self.module.synchronize_param_gather()
-        yield from bridging.export_weights(self.bridge, self.model, self.vocab_size, dtype or self.dtype)
+        yield from bridging.export_weights(self.bridge, self.model, self.vocab_size, dtype or self.dtype, on_cpu)
 
 
 def freeze(model: list) -> list:

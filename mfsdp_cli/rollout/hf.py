@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mfsdp_cli.rollout.base import Sampling, check_request, respond
-from mfsdp_cli.rollout.transfer import check_same_tensors
+from mfsdp_cli.rollout.transfer import check_same_tensors, tensor_shapes
 from mfsdp_cli.types import Response
 
 DRAW_ELEMENTS = 1 << 24  # logits of one piece when drawing: 128 MiB in float64
@@ -41,7 +41,7 @@ class HfSampler:
 
     def update_weights(self, path: str) -> int:
         assert self._awake
-        check_same_tensors(path, self._shapes, bool(getattr(self._config, "tie_word_embeddings", False)))
+        check_same_tensors(path, tensor_shapes(path), self._shapes, bool(getattr(self._config, "tie_word_embeddings", False)))
         self._model = None  # two copies never lie on the device at once
         self._model = self._load(path)
         self.version += 1

@@ -156,21 +156,21 @@ def num_bytes_of(shapes: dict[str, tuple[int, ...]], bytes_per_element: int) -> 
     return sum(math.prod(shape) for shape in shapes.values()) * bytes_per_element
 
 
-def check_same_tensors(path: str | Path, wanted: dict[str, tuple[int, ...]], is_tied: bool) -> None:
-    """Raise MfsdpError unless the folder holds exactly the tensors of the model: vLLM and transformers only warn, and go on with the old
+def check_same_tensors(where: str | Path, found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], is_tied: bool) -> None:
+    """Raise MfsdpError unless what was found there is exactly the tensors of the model: vLLM and transformers only warn, and go on with the old
     or with random ones. A tied output layer and stored rotary frequencies may be there or not."""
     def essential(shapes):
         return {name: shape for name, shape in shapes.items()
                 if not name.endswith("rotary_emb.inv_freq") and not (is_tied and name == "lm_head.weight")}
 
-    found, wanted = essential(tensor_shapes(path)), essential(wanted)
+    found, wanted = essential(found), essential(wanted)
     wrong = [f"{name} is missing" for name in wanted.keys() - found.keys()]
     wrong += [f"{name} is superfluous" for name in found.keys() - wanted.keys()]
     wrong += [f"{name} is {list(found[name])}, not {list(wanted[name])}" for name in found.keys() & wanted.keys()
               if found[name] != wanted[name]]
     if wrong:
         listed = "; ".join(sorted(wrong)[:20]) + ("; …" if len(wrong) > 20 else "")
-        raise MfsdpError(Problem(str(path), f"{len(wrong)} tensors", f"these are not the weights of the sampler's model: {listed}",
+        raise MfsdpError(Problem(str(where), f"{len(wrong)} tensors", f"these are not the weights of the sampler's model: {listed}",
                                  "give the sampler the model that is trained", code=BAD_INPUT))
 
 

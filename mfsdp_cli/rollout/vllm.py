@@ -25,7 +25,7 @@ import numpy as np
 
 from mfsdp_cli.errors import MACHINE_UNFIT, MfsdpError, Problem
 from mfsdp_cli.rollout.base import Sampling, check_request, respond
-from mfsdp_cli.rollout.transfer import check_same_tensors
+from mfsdp_cli.rollout.transfer import check_same_tensors, tensor_shapes
 from mfsdp_cli.types import Response
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class VllmSampler:
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
         self._config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code).get_text_config()
         self._shapes = shapes
+        self._received: dict[str, tuple[int, ...]] = {}
         self._can_sleep, self._awake = settings.enable_sleep_mode and device == "cuda", True
         self._llm = LLM(
             str(model_dir), skip_tokenizer_init=True, trust_remote_code=trust_remote_code, dtype=dtype, seed=0, load_format="dummy",
@@ -67,8 +68,11 @@ class VllmSampler:
 
     @staticmethod
     def _on_gpu(settings: RolloutSettings) -> dict:
+        from vllm.config import WeightTransferConfig
+
         return {"gpu_memory_utilization": settings.gpu_memory_utilization, "enforce_eager": settings.enforce_eager,
-                "enable_sleep_mode": settings.enable_sleep_mode}
+                "enable_sleep_mode": settings.enable_sleep_mode,
+                "weight_transfer_config": WeightTransferConfig(backend="ipc" if settings.colocate else "nccl")}
 
     def _on_cpu(self, settings: RolloutSettings, dtype: str) -> dict:
         """A prompt split over steps would end the engine: "CPU Generator does not use offset" (gpu_model_runner.py, a seeded request whose
@@ -103,16 +107,39 @@ class VllmSampler:
         assert self._awake
         if not Path(path).is_dir():
             raise FileNotFoundError(f"{path} is no folder on this host: vLLM would look for a model of that name on the hub")
-        check_same_tensors(path, self._shapes, bool(getattr(self._config, "tie_word_embeddings", False)))
+        check_same_tensors(path, tensor_shapes(path), self._shapes, self._is_tied())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
-        self._forget_prefixes()
-        self.version += 1
-        return self.version
+        return self._updated()
 
-    def _forget_prefixes(self) -> None:
-        """Nothing in vLLM does so by itself: cached prompts would go on with the keys and values of the old weights."""
+    # vLLM's own transfer, GPU to GPU; the trainer's side is `native`
+
+    def open_transfer(self, init_info: dict) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def begin_update(self) -> None:
+        assert self._awake
+        self._received = {}
+        self._llm.start_weight_update()
+
+    def receive(self, update_info: dict) -> None:
+        """Some of the weights: their names, shapes and where they lie; all of them with NCCL. Returns when they are taken in."""
+        self._received |= {name: tuple(shape) for name, shape in zip(update_info["names"], update_info["shapes"], strict=True)}
+        self._llm.update_weights({"update_info": update_info})
+
+    def end_update(self) -> int:
+        check_same_tensors("the weights that were handed over", self._received, self._shapes, self._is_tied())
+        self._llm.finish_weight_update()
+        return self._updated()
+
+    def _is_tied(self) -> bool:
+        return bool(getattr(self._config, "tie_word_embeddings", False))
+
+    def _updated(self) -> int:
+        """Nothing in vLLM drops cached prompts by itself: they would go on with the keys and values of the old weights."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not drop its prefix cache: requests are still running")
+        self.version += 1
+        return self.version
 
     def sleep(self) -> None:
         """Level 1: the cache is dropped and the weights go to the host's memory: an update may fail, or be left out, without harm."""

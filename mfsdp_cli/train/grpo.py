@@ -15,11 +15,12 @@ from pathlib import Path
 from mfsdp_cli.config.load import read_resolved, to_dict
 from mfsdp_cli.config.schema_grpo import GrpoSettings
 from mfsdp_cli.data.loader import BatchStream
-from mfsdp_cli.rollout.transfer import num_bytes_of, remove_versions, tensor_shapes, transfer_folder
+from mfsdp_cli.rollout.transfer import tensor_shapes
 from mfsdp_cli.train import correction, losses
 from mfsdp_cli.train.answers import Answer, answer_metrics, experience, sample_of, score, set_advantages, usable_groups, write_samples
 from mfsdp_cli.train.process import RankProcess, parse_arguments
 from mfsdp_cli.train.schedule import due, learning_rate
+from mfsdp_cli.train.weight_sync import weight_sync
 
 
 def main() -> None:
@@ -43,10 +44,11 @@ def train(settings: GrpoSettings, run_dir: Path, process: RankProcess) -> None:
         with Cluster(settings, run_dir, process.attempt_dir, on_gpu) as cluster:
             run = Run(settings, run_dir, process, cluster, pool)
             try:
+                run.sync_weights()
                 with MetricsLog(run_dir, trainer.logger, trainer.project_name, trainer.experiment_name, to_dict(settings), True, run.step) as log:
                     loop(run, log, EtaMeter(run.total_steps))
             finally:
-                remove_versions(run.transfer, keep=None)
+                run.weights.close()
 
 
 def loop(run: Run, log, meter) -> None:
@@ -106,10 +108,8 @@ class Run:
         process.say(f"starting {cluster.num_samplers} samplers ({settings.rollout.name}) …")
         shapes = tensor_shapes(state["model_dir"])
         cluster.start_samplers(state["model_dir"], shapes)
-        element_bytes = 2 if settings.engine.dtype == "bfloat16" else 4
-        self.transfer = transfer_folder(run_dir, num_bytes_of(shapes, element_bytes))
-        self.num_updates = 0  # weight updates that the samplers have had
-        self.sync_weights()
+        self.weights = weight_sync(settings, cluster, run_dir, shapes)
+        self.num_updates = 0  # weight updates that the samplers have had; they start without weights
 
     def open_data(self, model_dir: str) -> None:
         """Prompts, tokenizer and the ids that end a response. Raises MfsdpError with every row that cannot be used."""
@@ -219,15 +219,10 @@ class Run:
             raise ArithmeticError(f"step {step}: {reason}; the last checkpoint is {self.saved}")
 
     def sync_weights(self) -> None:
-        """Give the samplers the policy's weights; the version before goes once all of them have the new one."""
-        paths = self.cluster.on_ranks("write_weights", str(self.transfer), self.cluster.writers)
-        path = Path(next(p for p in paths if p))
+        """Give the samplers the policy's weights."""
         if self.settings.rollout.enable_sleep_mode:
             self.cluster.on_samplers("wake")
-        versions = set(self.cluster.on_samplers("update_weights", str(path)))
-        assert len(versions) == 1, versions
-        self.num_updates = versions.pop()
-        remove_versions(self.transfer, keep=path)
+        self.num_updates = self.weights.send()
 
     # --- validate, save -----------------------------------------------------------------------------------------------
 

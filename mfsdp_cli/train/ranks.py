@@ -116,6 +116,32 @@ class TrainerRank:
         path = write_weights(self.policy.named_weights(), Path(folder), is_writer=self.rank in writers)
         return None if path is None else str(path)
 
+    def hand_over_weights(self, send) -> None:
+        """By CUDA IPC: see `rollout.native.send_ipc`, which says what `send` is and must do."""
+        from mfsdp_cli.rollout.native import send_ipc
+
+        send_ipc(self.policy.named_weights(on_cpu=False), send)
+
+    def weight_layout(self) -> dict:
+        from mfsdp_cli.rollout.native import layout_of
+
+        return layout_of(self.policy.named_weights(on_cpu=False))
+
+    def open_transfer(self, address: str, port: int, world_size: int) -> None:
+        from mfsdp_cli.rollout.native import open_nccl
+
+        self.transfer_group = open_nccl(address, port, world_size) if self.rank == 0 else None
+
+    def broadcast_weights(self) -> None:
+        """By NCCL, from rank 0; the others only take part in gathering each tensor."""
+        from mfsdp_cli.rollout.native import send_nccl
+
+        weights = self.policy.named_weights(on_cpu=False)
+        if self.transfer_group is not None:
+            send_nccl(weights, self.transfer_group)
+        for _ in weights:
+            pass
+
     def save(self, step: int, samples_consumed: int, total_steps: int, end_of_turn_id: int) -> str:
         """Write RUN/checkpoints/step_N. Returns its path."""
         from mfsdp_cli.train import checkpoints

@@ -51,6 +51,12 @@ class TrainerActor(_Actor):
         super().__init__(attempt_dir, f"trainer{rank}")
         self.target = TrainerRank(settings, Path(run_dir), rank, world_size, local_rank=0)  # it sees one GPU
 
+    def hand_over_weights(self, samplers: list, limit_s: float) -> None:
+        def send(info: dict) -> None:
+            wait([s.call.remote("receive", info) for s in samplers], "the samplers to take in weights", limit_s)
+
+        self.call("hand_over_weights", send)
+
     def free_port(self) -> int:
         with socket.socket() as s:
             s.bind(("", 0))
@@ -151,17 +157,32 @@ class Cluster:
                 options["num_gpus"] = tp if apart else 0
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
             self.samplers.append(SamplerActor.options(**options).remote(attempt, self.settings, number))
-        self.address = f"tcp://{places[0][0]}:{wait([self.trainers[0].free_port.remote()], 'a free port', self.limit_s)[0]}"
+        self.head = nodes[0]
 
     # --- the trainer ranks ----------------------------------------------------------------------------------------
 
     def start_trainers(self) -> dict:
-        return self.on_ranks("start", self.address, what="the trainer ranks to load the model", limit_s=self.limit_s)[0]
+        address, port = self.free_address()
+        return self.on_ranks("start", f"tcp://{address}:{port}", what="the trainer ranks to load the model", limit_s=self.limit_s)[0]
 
     def on_ranks(self, method: str, *args, what: str = "", limit_s: float | None = None) -> list:
         """Call a method of `TrainerRank` on all ranks; their results in order."""
         refs = [t.call.remote(method, *args) for t in self.trainers]
         return wait(refs, what or f"the trainer ranks: {method}", limit_s or self.limit_s)
+
+    def free_address(self) -> tuple[str, int]:
+        """Where the trainer's rank 0 may listen."""
+        return self.head, wait([self.trainers[0].free_port.remote()], "a free port", self.limit_s)[0]
+
+    def hand_over_weights(self) -> None:
+        """The trainer ranks call the samplers themselves, buffer by buffer."""
+        wait([t.hand_over_weights.remote(self.samplers, self.limit_s) for t in self.trainers], "the weights to be handed over", self.limit_s)
+
+    def on_both(self, method: str, rank_args: tuple, sampler_args: list[tuple]) -> None:
+        """The ranks' `method` and the samplers' of the same name at once, since each side waits for the other."""
+        refs = [t.call.remote(method, *rank_args) for t in self.trainers]
+        refs += [s.call.remote(method, *args) for s, args in zip(self.samplers, sampler_args, strict=True)]
+        wait(refs, f"trainer ranks and samplers: {method}", self.limit_s)
 
     def put(self, value):
         """An argument of several calls, handed over once."""

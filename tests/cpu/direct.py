@@ -13,7 +13,7 @@ from mfsdp_cli.train.process import RankProcess
 class Direct:
     """What `grpo.Run` needs of `ray_group.Cluster`."""
 
-    num_ranks, num_samplers, writers = 1, 1, [0]
+    num_ranks, num_samplers, writers, on_gpu = 1, 1, [0], False
 
     def __init__(self, settings: GrpoSettings, run_dir: Path):
         from mfsdp_cli.train.ranks import TrainerRank
@@ -33,8 +33,7 @@ class Direct:
         from mfsdp_cli.rollout.base import make_sampler
 
         data = self.settings.data
-        *rest, dtype, device = *args, self.settings.engine.dtype, "cpu"
-        self.sampler = make_sampler(self.settings.rollout, *rest, dtype, device, data.max_prompt_length + data.max_response_length)
+        self.sampler = make_sampler(self.settings.rollout, *args, self.settings.engine.dtype, "cpu", data.max_prompt_length + data.max_response_length)
 
     def begin_sampling(self, prompts, sampling, seeds) -> list:
         return self.sampler.generate(prompts, sampling, seeds)  # at once: an actor, too, does so before a later update of its weights
@@ -59,6 +58,7 @@ def _run(settings: GrpoSettings, run_dir: Path, make_cluster, score):
 
     trainer = settings.trainer
     run = Run(settings, run_dir, process, make_cluster(settings, run_dir), Pool())
+    run.sync_weights()
     with MetricsLog(run_dir, ["file"], trainer.project_name, trainer.experiment_name, to_dict(settings), True, run.step) as log:
         loop(run, log, EtaMeter(run.total_steps))
 

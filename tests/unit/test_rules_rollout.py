@@ -3,7 +3,7 @@ from facts_for_tests import LLAMA, QWEN2, QWEN3_MOE, VERSIONS
 from grpo_for_tests import CPU, cpu_facts, grpo_facts, grpo_settings, only, passes, problems
 
 from mfsdp_cli.config.rules_model import shape_of
-from mfsdp_cli.config.rules_rollout import engine_split_problem, num_engines, num_parameters, sampler_gpus
+from mfsdp_cli.config.rules_rollout import engine_split_problem, num_engines, num_parameters, sampler_gpus, weight_transfer
 from mfsdp_cli.errors import CONFIG_INVALID, MACHINE_UNFIT
 
 GEN_TP = "rollout__tensor_model_parallel_size"
@@ -168,3 +168,22 @@ def test_the_driver_goes_by_what_it_sees():
 
 def test_a_variable_of_verls_scripts_is_noted():
     assert only(grpo_facts(environ={"VLLM_USE_V1": "1"}), level="note").where == "environment"
+
+
+# --- the way of the weights -----------------------------------------------------------------------------------------
+
+
+def test_the_way_of_the_weights_follows_from_where_the_engines_are():
+    assert weight_transfer(grpo_settings(), cuda=True) == "ipc"
+    assert weight_transfer(grpo_settings(rollout__colocate=False), cuda=True) == "nccl"
+    assert weight_transfer(grpo_settings(), cuda=False) == "file" == weight_transfer(grpo_settings(rollout__name="hf"), cuda=True)
+    assert weight_transfer(grpo_settings(rollout__weight_transfer="file"), cuda=True) == "file"
+
+
+def test_a_way_that_cannot_work_is_refused():
+    ways = [problems(rollout__weight_transfer=way, rollout__colocate=colocate) for way in ("ipc", "nccl") for colocate in (True, False)]
+    refused = [[p for p in found if p.key == "rollout.weight_transfer"] for found in ways]
+    assert [len(r) for r in refused] == [0, 1, 1, 0]
+    assert "ipc needs engines on the trainer's GPUs, and rollout.colocate is False" in refused[1][0].why
+    assert only(cpu_facts(), rollout__weight_transfer="ipc", **CPU).why == "this way is vLLM's own, from GPU to GPU"
+    assert passes(rollout__weight_transfer="ipc")
