@@ -7,17 +7,15 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.config.values import kind_of
+from mfsdp_cli.launch.host import free_disk_gib, host_memory_gib, installed_versions, list_gpus, num_cores
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
@@ -78,7 +76,7 @@ class Facts:
 
 def gather(settings: SftSettings | GrpoSettings, environ: Mapping[str, str], run_dir: str | Path) -> Facts:
     """Read everything the rules and the plan need: nvidia-smi, /proc, config.json, weight headers, parquet footers."""
-    gpus = _gpus(environ)
+    gpus = list_gpus(environ)
     folder, config, weights, error = _model(settings.model.path, environ)
     _, reference_config, _, reference_error = _model(settings.ref.path if kind_of(settings) == "grpo" else None, environ)
     files = dict.fromkeys([*settings.data.train_files, *settings.data.val_files])
@@ -88,8 +86,8 @@ def gather(settings: SftSettings | GrpoSettings, environ: Mapping[str, str], run
         gpu_names=tuple(g[0] for g in gpus),
         gpu_memory_mib=tuple(g[1] for g in gpus),
         gpu_compute_capability=tuple(g[2] for g in gpus),
-        num_cpus=_num_cpus(),
-        host_memory_gib=_host_memory_gib(),
+        num_cpus=num_cores(),
+        host_memory_gib=host_memory_gib(),
         free_disk_gib=free_disk_gib(run_dir),
         model_path=None if folder is None else str(folder),
         model_config=config,
@@ -97,7 +95,7 @@ def gather(settings: SftSettings | GrpoSettings, environ: Mapping[str, str], run
         has_tokenizer=folder is not None and _has_tokenizer(folder),
         model_weight_files=weights,
         parquet={path: read_footer(path) for path in files},
-        versions=_versions(),
+        versions=installed_versions(PACKAGES),
         reference_config=reference_config,
         reference_error=reference_error,
     )
@@ -113,12 +111,12 @@ def _model(path: str | None, environ: Mapping[str, str]) -> tuple[Path | None, d
 
 def read_footer(path: str) -> ParquetFacts:
     """Rows and columns of one parquet file. Reads only the footer."""
-    import pyarrow.parquet
-
     if not os.path.exists(path):
         return ParquetFacts(path, 0, {}, "no such file")
     if os.path.isdir(path):
         return ParquetFacts(path, 0, {}, "is a folder; name its parquet files")
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = {f.name: str(f.type) for f in file.schema_arrow}
@@ -216,87 +214,3 @@ def _safetensors_error(file: Path) -> str:
             return f"{file} has a damaged safetensors header"
     end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     return "" if 8 + length + end == size else f"{file} has {size} bytes where its header needs {8 + length + end}"
-
-
-def _gpus(environ: Mapping[str, str]) -> list[tuple[str, int, float]]:
-    """(name, memory MiB, compute capability) of each visible GPU; none when there is no working nvidia-smi."""
-    if shutil.which("nvidia-smi", path=environ.get("PATH")) is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,compute_cap,name", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, env=dict(environ))
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return visible_gpus(answer.stdout, environ.get("CUDA_VISIBLE_DEVICES")) if answer.returncode == 0 else []
-
-
-def visible_gpus(table: str, visible: str | None) -> list[tuple[str, int, float]]:
-    """Rows of nvidia-smi's table (index, uuid, MiB, capability, name) that CUDA would see, in CUDA's order.
-
-    As in CUDA, an entry of CUDA_VISIBLE_DEVICES that names no GPU hides itself and all that follow.
-    """
-    rows = [[cell.strip() for cell in line.split(",", 4)] for line in table.splitlines() if line.count(",") >= 4]
-    gpus = [(index, uuid, (name, int(_number(memory)), _number(capability))) for index, uuid, memory, capability, name in rows]
-    if visible is None:
-        return [gpu for _, _, gpu in gpus]
-    chosen = []
-    for entry in (e.strip() for e in visible.split(",")):
-        match = [gpu for index, uuid, gpu in gpus if entry and (entry == index or (entry.startswith("GPU-") and uuid.startswith(entry)))]
-        if not match and entry.startswith("MIG-"):
-            match = [("MIG slice", 0, gpus[0][2][2] if gpus else 0.0)]
-        if not match:
-            break
-        chosen.append(match[0])
-    return chosen
-
-
-def _number(text: str) -> float:
-    """nvidia-smi writes [N/A] for what a device does not tell."""
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
-
-
-def _num_cpus() -> int:
-    allowed = len(os.sched_getaffinity(0))
-    quota = _read_words("/sys/fs/cgroup/cpu.max")
-    if len(quota) == 2 and quota[0] != "max":
-        allowed = min(allowed, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
-    return allowed
-
-
-def _host_memory_gib() -> float:
-    words = _read_words("/proc/meminfo")
-    total = int(words[words.index("MemTotal:") + 1]) * 1024 if "MemTotal:" in words else 0
-    limit = _read_words("/sys/fs/cgroup/memory.max")
-    if limit and limit[0] != "max":
-        total = min(total, int(limit[0])) if total else int(limit[0])
-    return total / 2**30
-
-
-def _read_words(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().split()
-    except OSError:
-        return []
-
-
-def free_disk_gib(path: str | Path) -> float:
-    """Free space for this user at `path`, or at its nearest existing parent."""
-    folder = Path(path).expanduser().absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free / 2**30
-
-
-def _versions() -> dict[str, str | None]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found

@@ -6,7 +6,8 @@ from facts_for_tests import make_facts, make_settings
 from grpo_for_tests import CPU, cpu_facts, grpo_facts, grpo_settings, prompt_file
 from inputs_for_tests import write_chats, write_model
 
-from mfsdp_cli.launch.facts import ParquetFacts, find_model, gather, read_footer, visible_gpus
+from mfsdp_cli.launch.facts import ParquetFacts, find_model, gather, read_footer
+from mfsdp_cli.launch.host import visible_gpus
 from mfsdp_cli.launch.plan import make_plan, warmup_steps
 
 
