@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mfsdp_cli.checkpoint import manifest
 from mfsdp_cli.checkpoint.hf_folder import INDEX, read_hf
+from mfsdp_cli.checkpoint.reuse import SOURCE_INDEX
 from mfsdp_cli.errors import BAD_INPUT, MISMATCH, RUN_FAILED, MfsdpError, Problem
 from mfsdp_cli.output import format_problems
 
@@ -132,7 +133,7 @@ def source_index(checkpoint: Path, source: Path | None) -> dict[str, dict]:
         if found.problems or not found.tensors:
             raise MfsdpError(list(found.problems) or Problem("--source", str(source), "no safetensors in it", "give a model folder", code=BAD_INPUT))
         return {t.name: {"shape": list(t.shape), "dtype": t.dtype} for t in found.tensors}
-    path = checkpoint / "source_index.json"
+    path = checkpoint / SOURCE_INDEX
     if not path.is_file():
         raise MfsdpError(Problem(str(path), "missing", "there is nothing to check the export against", "give the model folder by --source", code=BAD_INPUT))
     return json.loads(path.read_text())

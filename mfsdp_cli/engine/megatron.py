@@ -70,7 +70,8 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 class MegatronEngine:
     """One rank's part of the model. Every method that runs the model or touches weights is collective.
 
-    model_path        Hugging Face folder or hub id: configuration, and weights when `load_weights`
+    model_path        Hugging Face folder or hub id: configuration, and weights when `load_weights`; otherwise a checkpoint's
+                      are to be loaded, and the folder needs none
     optim             None: a frozen model, for evaluation
     vocab_rows        rows of the embedding fixed by a checkpoint; None: `padded_vocab_size`
     """
@@ -89,8 +90,8 @@ class MegatronEngine:
     ):
         self.settings, self.device = settings, device
         self.dtype = DTYPES[settings.dtype]
-        self.bridge = bridging.open_model(model_path, trust_remote_code)
-        self.hf_config = self.bridge.hf_pretrained.config
+        self.bridge = bridging.open_model(model_path, trust_remote_code, load_weights)
+        self.hf_config = bridging.config_of(self.bridge)
         self.vocab_size = self.hf_config.vocab_size
         self.vocab_rows = vocab_rows or padded_vocab_size(self.vocab_size, settings.tensor_model_parallel_size)
         model_parallel_cuda_manual_seed(seed)
@@ -219,13 +220,17 @@ class MegatronEngine:
     # --- weights ------------------------------------------------------------------------------------------------
 
     def named_weights(self, dtype: torch.dtype | None = None, on_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor, on CPU or on the device), a stream; every rank must iterate to the end.
+        """(Hugging Face name, full tensor, on CPU or on the device), a stream; every rank must iterate to the end. A tied output layer,
+        which is the embedding, is not in it.
 
         A step ends with the raw, freed parameters in the module (distrib_optimizer.py, step_with_ready_grads), from
         which an export would read garbage: synchronize_param_gather puts the sharded ones back first.
         """
         self.module.synchronize_param_gather()
-        yield from bridging.export_weights(self.bridge, self.model, self.vocab_size, dtype or self.dtype, on_cpu)
+        tied = bool(getattr(self.hf_config, "tie_word_embeddings", False))
+        for name, tensor in bridging.export_weights(self.bridge, self.model, self.vocab_size, dtype or self.dtype, on_cpu):
+            if not (tied and name == "lm_head.weight"):
+                yield name, tensor
 
 
 def freeze(model: list) -> list:
@@ -288,9 +293,7 @@ def build_provider(bridge, settings: EngineSettings, vocab_rows: int, on_cpu: bo
 
 def plain_model(hf_folder: str, vocab_rows: int, dtype: torch.dtype):
     """(bridge, [GPTModel]) on one rank, on the CPU, without any wrapper and with uninitialised weights, for an export."""
-    from transformers import AutoConfig
-
-    bridge = bridging.AutoBridge.from_hf_config(AutoConfig.from_pretrained(hf_folder))
+    bridge = bridging.open_model(hf_folder, with_weights=False)
     settings = EngineSettings(dtype=str(dtype).removeprefix("torch."), override_transformer_config={"perform_initialization": False})
     provider = build_provider(bridge, settings, vocab_rows, on_cpu=True)
     model = provider.provide_distributed_model(wrap_with_ddp=False, mixed_precision_wrapper=None, use_cpu_initialization=True)

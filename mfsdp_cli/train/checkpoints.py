@@ -11,12 +11,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mfsdp_cli.checkpoint import dtensor, manifest
-from mfsdp_cli.checkpoint.hf_folder import read_hf
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, DIST_CKPT, HUGGINGFACE, Manifest
-from mfsdp_cli.config.schema import SftSettings
-from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
+from mfsdp_cli.checkpoint.reuse import SOURCE_INDEX, ModelSource, load_contents, model_checkpoint, resume_problems
+from mfsdp_cli.config.schema import OptimSettings, SftSettings
+from mfsdp_cli.errors import MfsdpError, Problem
 
-SOURCE_INDEX = "source_index.json"
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformers")
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _INDEX = ".index.json"
@@ -53,28 +52,43 @@ def find_resume(settings: SftSettings, run_dir: Path) -> tuple[Resume | None, li
     if folder is None:
         return None, problems
     found = manifest.require_complete(folder)
-    lacking = [c for c in load_contents(settings) if c not in found.contents]
-    if lacking or "model" not in load_contents(settings):
-        why = f"the checkpoint holds {found.contents}" if lacking else "a run cannot continue without its weights"
-        raise MfsdpError(Problem("checkpoint.load_contents", str(load_contents(settings)), why, f"load {found.contents}, or fewer but model", code=BAD_INPUT))
-    tp = settings.engine.tensor_model_parallel_size
-    if found.padded_vocab_size % tp:
-        why = f"the checkpoint fixes the embedding at {found.padded_vocab_size} rows, which {tp} ranks cannot share evenly"
-        raise MfsdpError(Problem("engine.tensor_model_parallel_size", str(tp), why, f"use the {found.topology['tp']} that the checkpoint was made with"))
+    if faults := resume_problems(settings, found):
+        raise MfsdpError(faults)
     return Resume(folder, found), problems
 
 
-def load_contents(settings: SftSettings) -> list[str]:
-    contents = settings.checkpoint.load_contents
-    return settings.checkpoint.save_contents if contents is None else contents
+def find_source(path: str, trust_remote_code: bool, local_rank: int) -> ModelSource:
+    """The model at a folder, a checkpoint or a hub id, which the first rank of each node downloads. Collective.
+    Raises MfsdpError for a checkpoint that cannot be started from."""
+    if (checkpoint := model_checkpoint(path)) is not None:
+        return checkpoint
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return ModelSource(folder)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"] + (["*.py"] if trust_remote_code else [])
+    if local_rank == 0:
+        snapshot_download(path, allow_patterns=patterns)
+    dist.barrier()
+    return ModelSource(Path(snapshot_download(path, allow_patterns=patterns)))
 
 
-def load(engine, resume: Resume, contents: list[str]) -> list[Problem]:
-    """Restore the engine. Collective. Returns notes on what was not restored."""
-    return dtensor.load(engine, resume.folder / DIST_CKPT, contents)
+def build_engine(settings: SftSettings, source: ModelSource, resume: Resume | None, optim: OptimSettings | None, device):
+    """(engine, notes): a model with the weights of the checkpoint to continue from, else of the source; of a source only the
+    weights are taken, so that optimizer and step start anew. `optim` None: a frozen model. Collective."""
+    from mfsdp_cli.engine.megatron import MegatronEngine
+
+    engine = MegatronEngine(
+        str(source.folder), settings.engine, optim, device=device, seed=settings.trainer.seed, load_weights=not (resume or source.checkpoint),
+        vocab_rows=resume.manifest.padded_vocab_size if resume else source.vocab_rows, trust_remote_code=settings.model.trust_remote_code,
+    )
+    if resume:
+        return engine, dtensor.load(engine, resume.folder / DIST_CKPT, load_contents(settings))
+    return engine, dtensor.load(engine, source.checkpoint / DIST_CKPT, ["model"]) if source.checkpoint else []
 
 
-def save(engine, settings: SftSettings, run_dir: Path, model_dir: Path, position: Position, total_steps: int, end_of_turn_id: int) -> Path:
+def save(engine, settings: SftSettings, run_dir: Path, source: ModelSource, position: Position, total_steps: int, end_of_turn_id: int) -> Path:
     """Write RUN/checkpoints/step_N and drop what retention no longer keeps. Collective. Returns the folder."""
     checkpoints = run_dir / CHECKPOINTS
     tmp = checkpoints / (manifest.step_folder(position.step) + manifest.TMP)
@@ -85,8 +99,9 @@ def save(engine, settings: SftSettings, run_dir: Path, model_dir: Path, position
     num_tensors = dtensor.save(engine, tmp / DIST_CKPT, contents)
     if dist.get_rank() == 0:
         if "model" in contents:
-            copy_huggingface_files(model_dir, tmp / HUGGINGFACE, end_of_turn_id, settings.model.trust_remote_code)
-            _write_source_index(model_dir, tmp / SOURCE_INDEX)
+            copy_huggingface_files(source.folder, tmp / HUGGINGFACE, end_of_turn_id, settings.model.trust_remote_code)
+            # an export is checked against it, also when the source is gone
+            (tmp / SOURCE_INDEX).write_text(json.dumps(source.tensors(), indent=0) + "\n")
         (tmp / "trainer.json").write_text(json.dumps({
             "step": position.step, "samples_consumed": position.samples_consumed, "total_steps": total_steps, "seed": settings.trainer.seed,
         }, indent=1) + "\n")
@@ -123,11 +138,3 @@ def copy_huggingface_files(source: Path, target: Path, end_of_turn_id: int, with
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     if end_of_turn_id not in ends:
         path.write_text(json.dumps(generation | {"eos_token_id": [end_of_turn_id, *ends]}, indent=2) + "\n")
-
-
-def _write_source_index(model_dir: Path, path: Path) -> None:
-    """Names, shapes and dtypes of the source model's tensors, so that an export can be checked when the source is gone."""
-    tensors = {t.name: {"shape": list(t.shape), "dtype": t.dtype} for t in read_hf(model_dir).tensors}
-    path.write_text(json.dumps(tensors, indent=0) + "\n")
-
-

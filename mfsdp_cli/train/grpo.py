@@ -15,7 +15,6 @@ from pathlib import Path
 from mfsdp_cli.config.load import read_resolved, to_dict
 from mfsdp_cli.config.schema_grpo import GrpoSettings
 from mfsdp_cli.data.loader import BatchStream
-from mfsdp_cli.rollout.transfer import tensor_shapes
 from mfsdp_cli.train import correction, losses
 from mfsdp_cli.train.answers import Answer, answer_metrics, experience, sample_of, score, set_advantages, usable_groups, write_samples
 from mfsdp_cli.train.process import RankProcess, parse_arguments
@@ -100,14 +99,15 @@ class Run:
         for note in state["notes"]:
             process.say(note)
         self.step, self.samples_consumed, self.saved = state["step"], state["samples_consumed"], state["resumed_from"]
-        self.open_data(state["model_dir"])
+        source = state["source"]
+        self.open_data(str(source.folder))
         self.total_steps, self.stream = self.step, None
         if self.train_prompts is not None:
             self.total_steps = trainer.total_training_steps or trainer.total_epochs * (len(self.train_prompts) // data.train_batch_size)
             self.stream = BatchStream(self.train_prompts, data.train_batch_size, trainer.seed, data.shuffle, self.samples_consumed)
         process.say(f"starting {cluster.num_samplers} samplers ({settings.rollout.name}) …")
-        shapes = tensor_shapes(state["model_dir"])
-        cluster.start_samplers(state["model_dir"], shapes)
+        shapes = source.tensor_shapes()
+        cluster.start_samplers(str(source.folder), shapes)
         self.weights = weight_sync(settings, cluster, run_dir, shapes)
         self.num_updates = 0  # weight updates that the samplers have had; they start without weights
 

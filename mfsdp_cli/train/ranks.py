@@ -20,28 +20,25 @@ class TrainerRank:
 
     def start(self, init_method: str) -> dict:
         """Join the group, build the policy from the latest checkpoint or the model, and the reference. Returns where the
-        run stands: {"step", "samples_consumed", "resumed_from", "notes", "model_dir"}."""
-        from mfsdp_cli.engine.megatron import MegatronEngine, init_distributed
+        run stands: {"step", "samples_consumed", "resumed_from", "notes", "source"}."""
+        from mfsdp_cli.engine.megatron import init_distributed
         from mfsdp_cli.train import checkpoints
-        from mfsdp_cli.train.sft import local_model
 
         s = self.settings
         self.device = init_distributed(s.engine, s.trainer.startup_timeout_s, init_method=init_method, rank=self.rank,
                                        world_size=self.world_size, local_rank=self.local_rank)
-        self.model_dir = local_model(s.model.path, s.model.trust_remote_code, self.local_rank)
+        self.source = checkpoints.find_source(s.model.path, s.model.trust_remote_code, self.local_rank)
         resume, problems = checkpoints.find_resume(s, self.run_dir)
-        common = {"device": self.device, "seed": s.trainer.seed, "trust_remote_code": s.model.trust_remote_code}
-        self.policy = MegatronEngine(str(self.model_dir), s.engine, s.optim, load_weights=resume is None,
-                                     vocab_rows=resume.manifest.padded_vocab_size if resume else None, **common)
-        if resume:
-            problems += checkpoints.load(self.policy, resume, checkpoints.load_contents(s))
+        self.policy, loaded = checkpoints.build_engine(s, self.source, resume, s.optim, self.device)
+        problems += loaded
         self.reference = None
         if s.actor.use_kl_loss or s.algorithm.use_kl_in_reward:
-            path = local_model(s.ref.path, s.model.trust_remote_code, self.local_rank) if s.ref.path else self.model_dir
-            self.reference = MegatronEngine(str(path), s.engine, None, **common)
+            source = checkpoints.find_source(s.ref.path, s.model.trust_remote_code, self.local_rank) if s.ref.path else self.source
+            self.reference, loaded = checkpoints.build_engine(s, source, None, None, self.device)
+            problems += loaded
         position = resume.position if resume else checkpoints.Position()
         return {"step": position.step, "samples_consumed": position.samples_consumed, "resumed_from": str(resume.folder) if resume else None,
-                "notes": [f"{p.level}: {p.key}: {p.why}" for p in problems], "model_dir": str(self.model_dir)}
+                "notes": [f"{p.level}: {p.key}: {p.why}" for p in problems], "source": self.source}
 
     def log_probs(self, samples: list[Sample], reference: bool) -> dict[int, np.ndarray]:
         """Index -> log-probabilities of the response's tokens, float32 [R], of this rank's share; from one rank of each
@@ -147,7 +144,7 @@ class TrainerRank:
         from mfsdp_cli.train import checkpoints
 
         position = checkpoints.Position(step, samples_consumed)
-        return str(checkpoints.save(self.policy, self.settings, self.run_dir, self.model_dir, position, total_steps, end_of_turn_id))
+        return str(checkpoints.save(self.policy, self.settings, self.run_dir, self.source, position, total_steps, end_of_turn_id))
 
     def peak_memory_gib(self) -> float:
         from mfsdp_cli.train.sft import peak_memory_gib

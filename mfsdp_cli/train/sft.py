@@ -32,7 +32,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     import torch.distributed as dist
 
     from mfsdp_cli.data.loader import BatchStream
-    from mfsdp_cli.engine.megatron import MegatronEngine, NonFiniteGradient, init_distributed
+    from mfsdp_cli.engine.megatron import NonFiniteGradient, init_distributed
     from mfsdp_cli.train import checkpoints
     from mfsdp_cli.train.losses import sft_loss
     from mfsdp_cli.train.metrics import EtaMeter, MetricsLog, step_line
@@ -40,16 +40,12 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
 
     data, trainer = settings.data, settings.trainer
     device = init_distributed(settings.engine, trainer.startup_timeout_s)
-    model_dir = local_model(settings.model.path, settings.model.trust_remote_code, process.local_rank)
+    source = checkpoints.find_source(settings.model.path, settings.model.trust_remote_code, process.local_rank)
     resume, warnings = checkpoints.find_resume(settings, run_dir)
     process.say(f"reading {settings.model.path}" + (f", weights from {resume.folder}" if resume else " …"))
-    engine = MegatronEngine(
-        str(model_dir), settings.engine, settings.optim, device=device, seed=trainer.seed, load_weights=resume is None,
-        vocab_rows=resume.manifest.padded_vocab_size if resume else None, trust_remote_code=settings.model.trust_remote_code,
-    )
-    if resume:
-        warnings += checkpoints.load(engine, resume, checkpoints.load_contents(settings))
-    train_rows, val_rows, chat, notes = open_data(settings, model_dir, engine.sequence_multiple, process)
+    engine, loaded = checkpoints.build_engine(settings, source, resume, settings.optim, device)
+    warnings += loaded
+    train_rows, val_rows, chat, notes = open_data(settings, source.folder, engine.sequence_multiple, process)
     for problem in warnings + notes:
         process.say(f"{problem.level}: {problem.key}: {problem.why}")
 
@@ -66,7 +62,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     def save():
         nonlocal saved
         started = time.monotonic()
-        saved = checkpoints.save(engine, settings, run_dir, model_dir, position, total_steps, chat.end_of_turn_id)
+        saved = checkpoints.save(engine, settings, run_dir, source, position, total_steps, chat.end_of_turn_id)
         process.say(f"saved {saved} ({time.monotonic() - started:.1f} s)")
 
     def validate():
@@ -124,22 +120,6 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     process.finish({"status": status, "step": position.step, "total_steps": total_steps, "checkpoint": str(saved) if saved else None, "metrics": record})
     dist.barrier()
     dist.destroy_process_group()
-
-
-def local_model(model: str, trust_remote_code: bool, local_rank: int) -> Path:
-    """The model as a local folder; a hub id is downloaded by the first rank of each node, then found in the cache. Collective."""
-    import torch.distributed as dist
-
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"] + (["*.py"] if trust_remote_code else [])
-    if local_rank == 0:
-        snapshot_download(model, allow_patterns=patterns)
-    dist.barrier()
-    return Path(snapshot_download(model, allow_patterns=patterns))
 
 
 def open_data(settings: SftSettings, model_dir: Path, multiple_of: int, process: RankProcess):

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from runs import stored
 
 from mfsdp_cli.checkpoint import manifest
+from mfsdp_cli.checkpoint.reuse import ModelSource
 from mfsdp_cli.errors import BAD_INPUT, MISMATCH, MfsdpError
 
 BATCH = conversations(seed=30)
@@ -35,7 +36,7 @@ def train_and_save(model, layout: Layout, run_dir: Path):
     step(engine, BATCH, 1e-3)
     settings = SftSettings()
     settings.model.path, settings.engine = str(model), layout.settings
-    folder = checkpoints.save(engine, settings, run_dir, model, checkpoints.Position(1, 5), 10, END_OF_TURN)
+    folder = checkpoints.save(engine, settings, run_dir, ModelSource(model), checkpoints.Position(1, 5), 10, END_OF_TURN)
     return folder, dict(engine.named_weights())
 
 

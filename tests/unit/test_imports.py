@@ -29,7 +29,8 @@ ALLOWED = {
     "errors": set(),
     "types": set(),
     "config": {"config"},
-    "launch": {"launch", "config", "output", "checkpoint.manifest", "checkpoint.inspect", "checkpoint.dcp_metadata", "rewards.custom",
+    "launch": {"launch", "config", "output", "checkpoint.manifest", "checkpoint.inspect", "checkpoint.dcp_metadata", "checkpoint.reuse",
+               "rewards.custom",
                "rewards.base", "rewards.gsm8k", "rewards.numbers"},
     "data": {"data"},
     "engine": {"engine"},
@@ -43,7 +44,7 @@ ALLOWED = {
 }
 # Parts of a package that are front end although the rest of it is not.
 FRONT_MODULES = ("config", "launch", "data.prepare", "data.sources", "data.convert", "checkpoint.manifest", "checkpoint.inspect",
-                 "checkpoint.dcp_metadata", "checkpoint.hf_folder", "checkpoint.layouts", "rewards.custom", "rewards.base",
+                 "checkpoint.dcp_metadata", "checkpoint.hf_folder", "checkpoint.layouts", "checkpoint.reuse", "rewards.custom", "rewards.base",
                  "rewards.gsm8k", "rewards.numbers")
 
 
