@@ -75,13 +75,17 @@ def load(
     assignments: Iterable[str] = (),
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] = os.environ,
+    layers: Iterable[list[Entry]] = (),
 ) -> Loaded:
     """Lay the layers of a kind of run, sft or grpo, over each other. `preset` is a shipped name or a path; `flags` maps a
-    flag's word ("tp", "train-files" or "train_files") or a dotted key to a Python value, None where the flag was not given."""
+    flag's word ("tp", "train-files" or "train_files") or a dotted key to a Python value, None where the flag was not given;
+    `layers` are entries that have been read from elsewhere, above the preset."""
     loaded = Loaded(SETTINGS[kind]())
     told: list[Entry] = []  # what verl's keys say about the reference model, to be compared with the actor at the end
     if preset is not None:
         _apply(loaded, read_preset(preset, kind, loaded.problems), told)
+    for layer in layers:
+        _apply(loaded, layer, told)
     if config is not None:
         _apply(loaded, read_yaml(config, loaded.problems), told)
     variables = {name: key for name, key in ENVIRONMENT.items() if environ.get(name) and key in leaves(kind)}
@@ -118,6 +122,15 @@ def to_dict(settings: SftSettings | GrpoSettings) -> dict:
 
 def dump_yaml(settings: SftSettings | GrpoSettings) -> str:
     """All settings, in a form that comes back equal through `config=`."""
+    return _dump(to_dict(settings))
+
+
+def dump_value(value) -> str:
+    """One value on one line, in a form that comes back equal."""
+    return _dump(value, default_flow_style=True, width=10**9).removesuffix("\n").removesuffix("\n...")
+
+
+def _dump(value, **style) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -127,7 +140,7 @@ def dump_yaml(settings: SftSettings | GrpoSettings) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if plain_value(value) == value else '"')
 
     Dumper.add_representer(str, text)
-    return yaml.dump(to_dict(settings), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, **{"width": 10_000} | style)
 
 
 def _flag(name: str, value: object) -> Entry:

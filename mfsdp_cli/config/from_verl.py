@@ -1,0 +1,310 @@
+"""`mfsdp config from-verl`: a verl launch script as our settings, with a report of what became of every key. Runs nothing.
+
+The script is read by `shell`, its keys by `aliases`, the result is judged by `rules` as far as no machine is needed for it.
+What cannot be known from the script is named with its line, and left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mfsdp_cli.config import aliases
+from mfsdp_cli.config.load import PATH_KEYS, Loaded, dump_value, load
+from mfsdp_cli.config.rules import check
+from mfsdp_cli.config.shell import Command, Script, read_script
+from mfsdp_cli.config.shell_expand import Text
+from mfsdp_cli.config.show import resolved
+from mfsdp_cli.config.sources import Entry, read_assignment
+from mfsdp_cli.config.values import Plain, as_text, free_value, leaf_of
+from mfsdp_cli.config.verl_defaults import DEFAULTS
+from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, USAGE, MfsdpError, Problem, exit_code_of
+from mfsdp_cli.launch.facts import Facts, ParquetFacts
+
+LARGEST_SCRIPT = 1_000_000  # bytes
+TRAINER = re.compile(r"(?:[\w./-]*[./])?(?P<name>(?:fsdp_)?sft_trainer(?:_\w+)?|main_(?:ppo|dapo)(?:_\w+)?)(?:\.py)?")
+OWN_CONFIGS = re.compile(r"(ppo|sft|dapo)(_\w+)?_trainer(_engine)?(\.yaml)?")  # configurations that come with verl
+TORCHRUN = {"nproc_per_node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
+OF_ONE_NODE = ("trainer.node_rank", "trainer.rdzv_endpoint")  # given on each node, never in a file for all
+QUOTED = re.compile(r"""(['"])([\[{].*)\1""", re.S)
+REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+VERLS_DEFAULT = "verl's default"
+QUIET = {"echo", "mkdir", "cd", "sleep", "rm", "true", ":", "set", "printf", "date", "ulimit", "wait", "trap"}
+
+
+@dataclass
+class Conversion:
+    """What a script became.
+
+    taken        one row a key: verl (as the script has it), key, value, where, default (whether ours is the same)
+    added        defaults of verl's that the script relies on and ours differ from: key, value, default
+    no_meaning   keys accepted without effect: verl, found, why, where
+    problems     what is wrong or could not be read, as of any other file of settings
+    environment  variables that the script exports and the settings do not carry
+    others       further commands of the script: where, command
+    """
+
+    kind: str
+    script: str
+    launch: str
+    text: str
+    loaded: Loaded
+    taken: list[dict] = field(default_factory=list)
+    added: list[dict] = field(default_factory=list)
+    no_meaning: list[dict] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    others: list[dict] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return exit_code_of(self.problems)
+
+    def to_dict(self) -> dict:
+        names = ("kind", "script", "launch", "taken", "added", "no_meaning", "environment", "others")
+        return {name: getattr(self, name) for name in names} | {"problems": [p.to_dict() for p in self.problems], "yaml": self.text}
+
+
+def convert(path: str, arguments: list[str] | None = None, variables: Mapping[str, str] | None = None, home: str = "") -> Conversion:
+    """Read the script as if it were started with these arguments and environment variables; `home` is $HOME.
+
+    Raises MfsdpError when the file cannot be read or starts no trainer of verl's. Every other fault is in `.problems`.
+    """
+    script = read_script(_read(path), ({"HOME": home} if home else {}) | dict(variables or {}), arguments)
+    launches = [(c, found) for c in script.commands if (found := _trainer(c)) is not None]
+    if not launches:
+        raise MfsdpError([_no_launch(path, script), *_faults(path, script)])
+    command, (at, kind) = launches[0]
+    problems = _faults(path, script)
+    entries = _overrides(command.words[at + 1:], path, kind, problems)
+    launcher = _launcher(command.words[:at], path, kind, problems)
+    entries = [e for e in entries if e.key not in {e.key for e in launcher}] + launcher
+    defaults = [Entry(key, value, VERLS_DEFAULT) for key, value in DEFAULTS[kind].items()]
+    loaded = load(kind, layers=[defaults, _followed(entries)], environ={})
+    result = Conversion(kind, path, f"{path}:{command.line}", "", loaded)
+    _sort(result, entries)
+    problems += [p for p in loaded.problems if p.level != "note"]
+    result.problems = problems + _judged(loaded, command, path, problems) + _remarks(loaded, launches, path)
+    result.environment = {name: value.text for name, value in command.environ.items() if not value.why}
+    result.others = [{"where": f"{path}:{c.line}", "command": _shown(c)} for c in script.commands if c is not command and _worth_naming(c)]
+    result.text = _yaml(result, home)
+    return result
+
+
+def _read(path: str) -> str:
+    try:
+        data = Path(path).read_bytes() if Path(path).stat().st_size <= LARGEST_SCRIPT else None
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or str(e)
+        raise MfsdpError(Problem(path, "", f"cannot be read: {reason}", "give the path of a shell script", code=BAD_INPUT)) from None
+    if data is None:
+        raise MfsdpError(Problem(path, "", "more than 1 MB is no launch script", "give the path of a shell script", code=BAD_INPUT))
+    return data.decode("utf-8-sig", errors="replace")
+
+
+# --- the launch -----------------------------------------------------------------------------------------------------
+
+
+def _trainer(command: Command) -> tuple[int, str] | None:
+    """Where a trainer of verl's stands among the words, and the kind of run that it is for."""
+    for at, word in enumerate(command.words):
+        match = TRAINER.fullmatch(word.text) if not word.why and at > 0 else None
+        if match is not None and command.words[0].text not in QUIET:
+            return at, "sft" if "sft" in match["name"] else "grpo"
+    return None
+
+
+def _no_launch(path: str, script: Script) -> Problem:
+    named = ", ".join(dict.fromkeys(c.words[0].text for c in script.commands if _worth_naming(c))) or "none"
+    why = f"no command that starts verl's SFT or GRPO trainer; commands found: {_short(named)}"
+    fix = "a script with … -m verl.trainer.sft_trainer … or … -m verl.trainer.main_ppo …"
+    return Problem(path, "", why, fix, code=BAD_INPUT)
+
+
+def _faults(path: str, script: Script) -> list[Problem]:
+    faults = [Problem("shell", "", f"{why}; nothing behind this line was read", "correct the script", f"{path}:{line}")
+              for line, why in script.faults]
+    return faults + [Problem("shell", "", why, "", f"{path}:{line}", level="warning") for line, why in script.notes]
+
+
+def _launcher(words: Iterable[Text], path: str, kind: str, problems: list[Problem]) -> list[Entry]:
+    """torchrun's options that are settings here. GRPO scripts have them as keys."""
+    entries, words = [], list(words)
+    for i, word in enumerate(words):
+        name, equals, value = word.text.lstrip("-").partition("=")
+        key = TORCHRUN.get(name.replace("-", "_")) if word.text.startswith("--") and kind == "sft" else None
+        if key is None or (not equals and i + 1 == len(words)):
+            continue
+        given = replace(word, text=value) if equals else words[i + 1]
+        if given.why:
+            problems.append(_unresolved(key, given, path))
+        else:
+            entries.append(Entry(key, Plain(given.text), f"{path}:{word.line}"))
+    return entries
+
+
+def _overrides(words: Iterable[Text], path: str, kind: str, problems: list[Problem]) -> list[Entry]:
+    """The key=value words, the last of each key; Hydra's own options are looked at too."""
+    entries: dict[str, Entry] = {}
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        where = f"{path}:{word.line}"
+        if word.text.startswith("--") and not word.why:
+            option, equals, value = word.text.partition("=")
+            takes = option in ("--config-path", "--config-name", "--config-dir") and not equals
+            value = words.pop(0).text if takes and words else value
+            if option in ("--config-name", "--config-dir") and not OWN_CONFIGS.fullmatch(value):
+                why = "the settings of this file are not read"
+                problems.append(Problem(option, value, why, "add its keys to the YAML by hand", where))
+            continue
+        key, _, value = word.text.lstrip("+").partition("=")
+        if word.why:
+            key = key if re.fullmatch(r"[A-Za-z_][\w.]*", key) else word.text
+            meant = aliases.resolve(key, value, kind)
+            if not isinstance(meant, aliases.Told) or meant.level == "error":
+                problems.append(_unresolved(key, replace(word, text=value or word.text), path))
+            continue
+        quoted = QUOTED.fullmatch(value)  # quotes within a quoted text of the shell reach verl as letters
+        found: list[Problem] = []
+        text = f"{key}={quoted[2] if quoted else value}" if "=" in word.text and not word.text.startswith("~") else word.text
+        entries |= {e.key: replace(e, where=where) for e in read_assignment(text, found)}
+        problems += [replace(p, where=where, code=CONFIG_INVALID if p.code == USAGE else p.code) for p in found]
+    return list(entries.values())
+
+
+def _unresolved(key: str, word: Text, path: str) -> Problem:
+    fix = "write the value into the YAML, or give what is missing: --var NAME=VALUE, and the script's arguments behind its name"
+    return Problem(key, word.text, "; ".join(word.why), fix, f"{path}:{word.line}")
+
+
+def _followed(entries: list[Entry]) -> list[Entry]:
+    """OmegaConf's ${key} put in where the script itself sets that key to a text."""
+    texts = {e.key: e.raw for e in entries if isinstance(e.raw, str) and "${" not in e.raw}
+
+    def follow(raw):
+        return type(raw)(REFERENCE.sub(lambda m: texts.get(m[1], m[0]), raw)) if isinstance(raw, str) else raw
+    return [replace(e, raw=follow(e.raw)) for e in entries]
+
+
+# --- what became of it ----------------------------------------------------------------------------------------------
+
+
+def _sort(result: Conversion, entries: list[Entry]) -> None:
+    """Every key as taken or without meaning; those that are refused are among the problems already."""
+    settings = {row["key"]: row for row in resolved(result.loaded.settings, result.loaded.origins)}
+    refused = {(p.key.partition(" ")[0], p.where) for p in result.loaded.problems if p.level == "error"}
+    for entry in entries:
+        meant = aliases.resolve(entry.key, entry.raw, result.kind)
+        found = as_text(free_value(entry.raw))
+        if entry.key.startswith(aliases.REWARD_FUNCTION) and result.kind == "grpo":
+            meant = ("reward.function", entry.raw)
+        if isinstance(meant, aliases.Told):
+            if meant.level == "note":
+                why = meant.why.removeprefix("accepted and without effect: ")
+                result.no_meaning.append({"verl": entry.key, "found": found, "why": why, "where": entry.where})
+        elif (leaf := leaf_of(meant[0], result.kind)) is not None and (entry.key, entry.where) not in refused:
+            row = settings[leaf.key]
+            value = row["value"] if meant[0] == leaf.key else found
+            result.taken.append({"verl": entry.key, "key": meant[0], "value": value, "where": entry.where, "default": not row["changed"]})
+    for key in DEFAULTS[result.kind]:
+        row = settings[key]
+        if row["origin"] == VERLS_DEFAULT and row["changed"]:
+            result.added.append({"key": key, "value": row["value"], "default": leaf_of(key, result.kind).default})
+
+
+def _judged(loaded: Loaded, command: Command, path: str, earlier: list[Problem]) -> list[Problem]:
+    """The rules on this result, and on what the script exports; a machine and its files are not looked at."""
+    settings, exported = loaded.settings, {name: v for name, v in command.environ.items() if not v.why}
+    files = [*settings.data.train_files, *settings.data.val_files]
+    facts = Facts(
+        environ={name: v.text for name, v in exported.items()}, num_gpus=2**20, gpu_names=(), gpu_memory_mib=(),
+        gpu_compute_capability=(), num_cpus=2**20, host_memory_gib=2.0**20, free_disk_gib=2.0**20, model_path=None, model_config=None,
+        model_error="", has_tokenizer=True, model_weight_files=(),
+        parquet={file: ParquetFacts(file, 0, {}, "not looked at") for file in files}, versions={},
+    )
+    told, found = {p.key for p in earlier}, []
+    for p in check(settings, loaded.origins, facts):
+        if p.key in exported:
+            why = f"{p.why}. The settings do not carry it, and mfsdp sets it itself; do not export it for mfsdp either"
+            found.append(replace(p, why=why, where=f"{path}:{exported[p.key].line}", level="warning"))
+        elif p.code == CONFIG_INVALID and p.where != "environment" and p.key not in told and p.key not in OF_ONE_NODE:
+            found.append(p)
+    return found
+
+
+def _remarks(loaded: Loaded, launches: list, path: str) -> list[Problem]:
+    command, remarks = launches[0][0], []
+    if command.doubt:
+        remarks.append(Problem("launch", "", command.doubt, "it is taken as if it were run", f"{path}:{command.line}", level="warning"))
+    for other, _ in launches[1:]:
+        why = f"this is a further launch; the one in line {command.line} was taken"
+        remarks.append(Problem("launch", _short(_shown(other)), why, "put it into a script of its own", f"{path}:{other.line}",
+                               level="warning"))
+    if loaded.origins.get("engine.use_megatron_fsdp") is None:
+        why = "the script does not set it, and verl's default is False: it trains without Megatron-FSDP, which mfsdp always uses"
+        remarks.append(Problem("engine.use_megatron_fsdp", "True", why, "", path, level="note"))
+    if loaded.settings.trainer.nnodes > 1:
+        why = "the place of a node is given when it is started, not in the settings"
+        fix = "--node-rank and --rdzv-endpoint on every node" if loaded.kind == "sft" else "--ray-address"
+        remarks.append(Problem("trainer.nnodes", str(loaded.settings.trainer.nnodes), why, fix, path, level="note"))
+    return remarks
+
+
+def _yaml(result: Conversion, home: str) -> str:
+    """The settings that are not our defaults, each with the line that it comes from."""
+    lines, section = [f"# From {Path(result.script).name}, by mfsdp config from-verl; for mfsdp {result.kind}"], ""
+    for row in resolved(result.loaded.settings, result.loaded.origins):
+        if not row["changed"]:
+            continue
+        if (name := row["key"].partition(".")[0]) != section:
+            section = name
+            lines.append(f"{section}:")
+        value = _portable(row["value"], home) if row["key"] in PATH_KEYS else row["value"]
+        numbers = dict.fromkeys(re.findall(r":(\d+)(?:,|$)", row["origin"]))
+        comment = f"line {', '.join(numbers)}" if numbers else row["origin"]
+        lines.append(f"  {row['key'].partition('.')[2]}: {dump_value(value)}  # {comment}")
+    return "\n".join(lines) + "\n"
+
+
+def _portable(value, home: str):
+    """Paths within the home folder as ~/…, which --config follows on another machine too."""
+    if isinstance(value, list):
+        return [_portable(item, home) for item in value]
+    return f"~{value[len(home):]}" if home and value is not None and value.startswith(home.rstrip("/") + "/") else value
+
+
+def _worth_naming(command: Command) -> bool:
+    return command.words[0].text not in QUIET
+
+
+def _shown(command: Command) -> str:
+    return _short(" ".join(word.text for word in command.words))
+
+
+def _short(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= 100 else flat[:99] + "…"
+
+
+def report(result: Conversion) -> list[str]:
+    """The conversion in words; the problems are told apart."""
+    changed = [row for row in result.taken if not row["default"]]
+    same = [row for row in result.taken if row["default"]]
+    lines = [f"{result.launch} is for mfsdp {result.kind}"]
+    sections = (
+        ("taken over", [f"{r['verl']}{'' if r['verl'] == r['key'] else ' -> ' + r['key']}: {as_text(r['value'])}" for r in changed]),
+        ("verl's defaults that the script relies on, written down since ours differ",
+         [f"{r['key']}: {as_text(r['value'])} (ours: {as_text(r['default'])})" for r in result.added]),
+        ("the same as our defaults, left out", [f"{r['verl']}: {as_text(r['value'])}" for r in same]),
+        ("without meaning here", [f"{r['verl']} = {r['found']}: {r['why']}" for r in result.no_meaning]),
+        ("exported by the script, not part of the settings; export what the run needs",
+         [f"{name}={value}" for name, value in result.environment.items()]),
+        ("other commands of the script, not taken over", [f"{r['where']}  {r['command']}" for r in result.others]),
+    )
+    for title, rows in sections:
+        if rows:
+            lines += ["", f"{title} ({len(rows)}):", *(f"  {row}" for row in rows)]
+    return lines
