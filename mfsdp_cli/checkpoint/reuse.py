@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mfsdp_cli.checkpoint.hf_folder import read_hf
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, DIST_CKPT, HUGGINGFACE, Manifest, is_step_folder, require_complete, resolve
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
@@ -35,6 +34,8 @@ class ModelSource:
         """Hugging Face name -> {"shape", "dtype"} of every tensor of the model, as its Hugging Face folder had or has them."""
         if self.checkpoint is not None:
             return json.loads((self.checkpoint / SOURCE_INDEX).read_text())
+        from mfsdp_cli.checkpoint.hf_folder import read_hf
+
         return {t.name: {"shape": list(t.shape), "dtype": t.dtype} for t in read_hf(self.folder).tensors}
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mfsdp_cli.checkpoint.manifest import DIST_CKPT
+from mfsdp_cli.checkpoint.reuse import ModelSource, model_checkpoint
 from mfsdp_cli.config.values import kind_of
+from mfsdp_cli.errors import MfsdpError, Problem
 from mfsdp_cli.launch.host import free_disk_gib, host_memory_gib, installed_versions, list_gpus, num_cores
 
 if TYPE_CHECKING:
@@ -48,10 +51,12 @@ class Facts:
     num_cpus         cores this process may use: affinity mask and cgroup quota
     host_memory_gib  physical memory, or the cgroup's limit if lower
     free_disk_gib    at the run folder, or at its nearest existing parent
-    model_path       folder that holds the model; None with an empty model_error: a hub id that would be downloaded
+    model_path       folder with the model's config.json; None with an empty model_error: a hub id that would be downloaded
     model_error      why the model cannot be used, in words
-    model_weight_files  names of the weight files that are there
-    reference_config, reference_error  likewise of ref.path; None and empty when there is no such setting
+    model_fix        what to do about it, where that is known
+    model_weight_files  names of the weight files that are there, below the checkpoint if it is one, else below model_path
+    model_source     when the model is a checkpoint of ours: its step folder and the rows of its embedding; model_warnings: on the choice
+    reference_…      likewise of ref.path; None and empty when there is no such setting
     versions         installed version of each of PACKAGES, None when absent
     """
 
@@ -72,13 +77,19 @@ class Facts:
     versions: dict[str, str | None]
     reference_config: dict | None = None
     reference_error: str = ""
+    model_fix: str = ""
+    model_source: ModelSource | None = None
+    model_warnings: tuple[Problem, ...] = ()
+    reference_fix: str = ""
+    reference_source: ModelSource | None = None
+    reference_warnings: tuple[Problem, ...] = ()
 
 
 def gather(settings: SftSettings | GrpoSettings, environ: Mapping[str, str], run_dir: str | Path) -> Facts:
     """Read everything the rules and the plan need: nvidia-smi, /proc, config.json, weight headers, parquet footers."""
     gpus = list_gpus(environ)
-    folder, config, weights, error = _model(settings.model.path, environ)
-    _, reference_config, _, reference_error = _model(settings.ref.path if kind_of(settings) == "grpo" else None, environ)
+    model = _model(settings.model.path, environ)
+    reference = _model(settings.ref.path if kind_of(settings) == "grpo" else None, environ)
     files = dict.fromkeys([*settings.data.train_files, *settings.data.val_files])
     return Facts(
         environ=dict(environ),
@@ -89,24 +100,53 @@ def gather(settings: SftSettings | GrpoSettings, environ: Mapping[str, str], run
         num_cpus=num_cores(),
         host_memory_gib=host_memory_gib(),
         free_disk_gib=free_disk_gib(run_dir),
-        model_path=None if folder is None else str(folder),
-        model_config=config,
-        model_error=error,
-        has_tokenizer=folder is not None and _has_tokenizer(folder),
-        model_weight_files=weights,
+        model_path=None if model.folder is None else str(model.folder),
+        model_config=model.config,
+        model_error=model.error,
+        has_tokenizer=model.folder is not None and _has_tokenizer(model.folder),
+        model_weight_files=model.weights,
         parquet={path: read_footer(path) for path in files},
         versions=installed_versions(PACKAGES),
-        reference_config=reference_config,
-        reference_error=reference_error,
+        reference_config=reference.config,
+        reference_error=reference.error,
+        model_fix=model.fix,
+        model_source=model.source,
+        model_warnings=model.warnings,
+        reference_fix=reference.fix,
+        reference_source=reference.source,
+        reference_warnings=reference.warnings,
     )
 
 
-def _model(path: str | None, environ: Mapping[str, str]) -> tuple[Path | None, dict | None, tuple[str, ...], str]:
-    """Folder, configuration and weight files of a model, and what is wrong with it."""
+@dataclass(frozen=True)
+class _Model:
+    """A model as far as it can be read, and what is wrong with it."""
+
+    folder: Path | None = None
+    config: dict | None = None
+    weights: tuple[str, ...] = ()
+    error: str = ""
+    fix: str = ""
+    source: ModelSource | None = None
+    warnings: tuple[Problem, ...] = ()
+
+
+def _model(path: str | None, environ: Mapping[str, str]) -> _Model:
+    warnings: list[Problem] = []
+    try:
+        source = model_checkpoint(path, warnings) if path else None
+    except MfsdpError as error:
+        more = f"; and {len(error.problems) - 1} more" if len(error.problems) > 1 else ""
+        first = error.problems[0]
+        return _Model(error=": ".join(word for word in (first.key, first.found, first.why) if word and word != path) + more, fix=first.fix)
+    if source is not None:
+        config, error = _model_config(source.folder)
+        weights = tuple(sorted(f"{DIST_CKPT}/{p.name}" for p in (source.checkpoint / DIST_CKPT).glob("*.distcp")))
+        return _Model(source.folder, config, weights, error, source=source, warnings=tuple(warnings))
     folder, error = find_model(path, environ)
     config, config_error = _model_config(folder)
     weights, weight_error = _weight_files(folder)
-    return folder, config, weights, error or config_error or weight_error
+    return _Model(folder, config, weights, error or config_error or weight_error)
 
 
 def read_footer(path: str) -> ParquetFacts:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, complete_steps, require_complete, resolve
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, complete_steps, latest_complete, require_complete, resolve
+from mfsdp_cli.checkpoint.reuse import resume_problems
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, MfsdpError, Problem
 from mfsdp_cli.output import print_stderr
@@ -122,13 +123,13 @@ def _resume_problems(run_dir: Path, settings: SftSettings | GrpoSettings, origin
     """A folder with checkpoints is continued with the settings that made them, or refused; never begun anew."""
     checkpoints, mode = run_dir / CHECKPOINTS, settings.trainer.resume_mode
     if mode == "resume_path":
-        return _resume_path_problems(settings.trainer.resume_from_path, origins.get("trainer.resume_from_path", ""))
+        return _resume_path_problems(settings, origins)
     steps = complete_steps(checkpoints)
     if mode == "disable" and steps:
         return [Problem("trainer.resume_mode", mode, f"{run_dir} holds checkpoints up to step {max(steps)}; a new run would mix with them",
                         "choose another --output, or --resume auto to continue", origins.get("trainer.resume_mode", ""))]
     if mode == "auto" and steps:
-        return _changed_keys(run_dir, settings, origins, max(steps))
+        return _changed_keys(run_dir, settings, origins, max(steps)) + _misfits(latest_complete(checkpoints), settings, origins)
     damaged = sorted(p.name for p in checkpoints.glob("step_*") if not p.name.endswith(TMP)) if mode == "auto" else []
     if damaged:
         return [Problem(str(checkpoints), ", ".join(damaged), "none of these is complete, and starting at step 0 would write over the run",
@@ -136,14 +137,19 @@ def _resume_problems(run_dir: Path, settings: SftSettings | GrpoSettings, origin
     return []
 
 
-def _resume_path_problems(path: str | None, where: str) -> list[Problem]:
+def _resume_path_problems(settings: SftSettings | GrpoSettings, origins: dict[str, str]) -> list[Problem]:
+    path = settings.trainer.resume_from_path
     if path is None:
         return []  # `config.rules` says so
     try:
-        require_complete(resolve(path))
+        return _misfits(resolve(path), settings, origins)
     except MfsdpError as error:
-        return [replace(p, where=where) for p in error.problems]
-    return []
+        return [replace(p, where=origins.get("trainer.resume_from_path", "")) for p in error.problems]
+
+
+def _misfits(checkpoint: Path, settings: SftSettings | GrpoSettings, origins: dict[str, str]) -> list[Problem]:
+    """Why these settings cannot continue from this step folder. Raises MfsdpError when it is incomplete."""
+    return [replace(p, where=origins.get(p.key, "default")) for p in resume_problems(settings, require_complete(checkpoint))]
 
 
 def _lock_problems(run_dir: Path, node_rank: int) -> list[Problem]:

@@ -23,6 +23,23 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def write_checkpoint(run_dir: Path, step: int, *, contents=("model", "optimizer", "extra"), rows: int = 512, tp: int = 1) -> Path:
+    """RUN/checkpoints/step_N of a complete checkpoint, as the trainer's files are named; no tensor in it is real."""
+    from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
+
+    tmp = begin(run_dir / "checkpoints", step)
+    (tmp / "dist_ckpt").mkdir()
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (tmp / "dist_ckpt" / name).write_bytes(bytes(8))
+    if "model" in contents:
+        write_model(tmp / "huggingface")
+        (tmp / "huggingface" / "model.safetensors").unlink()
+        (tmp / "source_index.json").write_text(json.dumps({"model.norm.weight": {"shape": [4], "dtype": "float32"}}))
+    (tmp / "trainer.json").write_text("{}")
+    return commit(tmp, Manifest(step=step, total_steps=9, samples_consumed=8 * step, contents=list(contents), topology={"world": tp, "tp": tp},
+                                dtype="float32", padded_vocab_size=rows, architecture="Qwen2ForCausalLM", source_model="tiny", num_tensors=1))
+
+
 def write_chats(path: Path, num_rows: int) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
