@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from direct import run_loop
 from models import OPTIM, Layout, conversations, largest_difference, packed_log_probs
 from ranks import run_ranks
 from runs import stored, train_ranks, training_records, validation_losses
 from test_export_weights import CASES, exported, read, train_and_save
+from test_grpo_loop import by_letters, settings_for, steps
 
 from mfsdp_cli.checkpoint.reuse import SOURCE_INDEX, ModelSource, model_checkpoint
 from mfsdp_cli.config.schema import SftSettings
@@ -112,3 +114,17 @@ def test_a_second_stage_starts_where_the_first_ended(settings, tiny, tmp_path):
     report = exported(last, tmp_path / "hf")
     assert report["forward_check_difference"] < 1e-4 and read(tmp_path / "hf").keys() == read(model).keys()
     assert json.loads((last / "manifest.json").read_text())["source_model"] == str(first)
+
+
+def test_grpo_from_a_checkpoint(settings, tiny, tmp_path):
+    """Policy, frozen reference and sampler have the checkpoint's weights; what it saves can be exported in turn."""
+    from mfsdp_cli.data.prepare import prepare
+
+    train_ranks(settings, tmp_path / "sft")
+    prepare("arithmetic", input=None, out_dir=str(tmp_path), purpose="rl", train_rows=16, test_rows=6)
+    grpo = settings_for(tiny, tmp_path, tmp_path / "run", actor__use_kl_loss=True)
+    grpo.model.path = str(tmp_path / "sft" / "checkpoints" / "step_000004")
+    first, second, _ = steps(run_loop(grpo, tmp_path / "run", by_letters))
+    assert first["kl"] < 1e-9 < second["kl"] and first["mismatch/abs"] < 1e-5 and first["weight_version"] == 1
+    exported(tmp_path / "run" / "checkpoints" / "step_000003", tmp_path / "hf")
+    assert largest_difference(read(tmp_path / "hf"), read(tiny("qwen2"))) > 1e-4
