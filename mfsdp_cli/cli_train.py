@@ -12,7 +12,7 @@ from mfsdp_cli.errors import OK, MfsdpError
 from mfsdp_cli.options import Assignments, Config, Json, NoColor, Preset, Quiet, Verbose
 from mfsdp_cli.output import Console
 
-Model = Annotated[Optional[str], typer.Option("--model", help="Hugging Face folder or hub id to start from")]
+Model = Annotated[Optional[str], typer.Option("--model", help="Hugging Face folder, hub id, or checkpoint to start from")]
 TrainFiles = Annotated[Optional[list[str]], typer.Option("--train-files", help="Parquet files, repeated or comma-separated")]
 ValFiles = Annotated[Optional[list[str]], typer.Option("--val-files", help="Parquet files to validate on, likewise")]
 Output = Annotated[Optional[str], typer.Option("--output", help="Run folder; default: runs/<trainer.experiment_name>")]
@@ -25,6 +25,11 @@ Resume = Annotated[Optional[str], typer.Option("--resume", help="auto: go on whe
 DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Check all of it and show the plan; writes and starts nothing")]
 
 
+Suggest = Annotated[bool, typer.Option("--suggest", help="List layouts that fit the GPUs, fastest first; starts nothing")]
+Gpus = Annotated[Optional[int], typer.Option("--gpus", min=1, help="With --suggest: GPUs of each node; default: those that are here")]
+GpuMemory = Annotated[Optional[str], typer.Option("--gpu-memory", metavar="SIZE", help="With --suggest: memory of each GPU, as 80GiB")]
+
+
 def sft(
     settings: Assignments = None, preset: Preset = None, config: Config = None,
     model: Model = None, train_files: TrainFiles = None, val_files: ValFiles = None, output: Output = None,
@@ -32,7 +37,7 @@ def sft(
     nnodes: Annotated[Optional[int], typer.Option("--nnodes", help="Nodes; start mfsdp on each of them")] = None,
     node_rank: Annotated[Optional[int], typer.Option("--node-rank", help="Number of this node, from 0")] = None,
     rdzv_endpoint: Annotated[Optional[str], typer.Option("--rdzv-endpoint", help="host:port of node 0, where the nodes meet")] = None,
-    resume: Resume = None, dry_run: DryRun = False,
+    resume: Resume = None, dry_run: DryRun = False, suggest: Suggest = False, gpus: Gpus = None, gpu_memory: GpuMemory = None,
     json: Json = False, quiet: Quiet = False, verbose: Verbose = False, no_color: NoColor = False,
 ) -> int:
     """Fine-tune a model on chats, through torchrun
@@ -53,6 +58,8 @@ def sft(
     flags = {"model": model, "train-files": _split(train_files), "val-files": _split(val_files), "output": output, "nproc": nproc, "tp": tp,
              "pp": pp, "ep": ep, "cp": cp, "nnodes": nnodes, "node-rank": node_rank, "rdzv-endpoint": rdzv_endpoint}
     console = Console(json=json, quiet=quiet, verbose=verbose, no_color=no_color)
+    if _suggests(suggest, gpus, gpu_memory):
+        return _suggest("sft", preset, config, settings, flags, gpus, gpu_memory, console)
     return _run("sft", preset, config, settings, flags, resume, dry_run, console)
 
 
@@ -66,7 +73,7 @@ def grpo(
     nnodes: Annotated[Optional[int], typer.Option("--nnodes", help="Nodes of the Ray cluster that take part")] = None,
     ray_address: Annotated[Optional[str], typer.Option("--ray-address", help="Ray cluster to join: auto or host:port")] = None,
     val_only: Annotated[Optional[bool], typer.Option("--val-only", help="Validate and stop")] = None,
-    resume: Resume = None, dry_run: DryRun = False,
+    resume: Resume = None, dry_run: DryRun = False, suggest: Suggest = False, gpus: Gpus = None, gpu_memory: GpuMemory = None,
     json: Json = False, quiet: Quiet = False, verbose: Verbose = False, no_color: NoColor = False,
 ) -> int:
     """Reinforcement learning (GRPO), through Ray
@@ -75,7 +82,7 @@ def grpo(
     Examples:
       mfsdp prep-data gsm8k --for rl -o data/gsm8k-rl
       mfsdp grpo --preset grpo-gsm8k-math-qwen2.5-math-7b --train-files data/gsm8k-rl/train.parquet --dry-run
-      mfsdp grpo --model out --train-files a.parquet --rollout hf --reward-fn score.py:score rollout.n=8
+      mfsdp grpo --model "$CKPT" --train-files a.parquet --rollout hf --reward-fn score.py:score rollout.n=8
       mfsdp grpo --config runs/a/config.yaml --nnodes 4 --ray-address auto
 
     \b
@@ -89,6 +96,8 @@ def grpo(
              "pp": pp, "ep": ep, "cp": cp, "gen-tp": gen_tp, "rollout": rollout, "reward-fn": reward_fn, "nnodes": nnodes,
              "ray-address": ray_address, "val-only": val_only}
     console = Console(json=json, quiet=quiet, verbose=verbose, no_color=no_color)
+    if _suggests(suggest, gpus, gpu_memory):
+        return _suggest("grpo", preset, config, settings, flags, gpus, gpu_memory, console)
     return _run("grpo", preset, config, settings, flags, resume, dry_run, console)
 
 
@@ -137,6 +146,23 @@ def _run(kind: str, preset: str | None, config: str | None, settings: list[str] 
     console.problems(checked.problems)
     outcome = launch.start(checked, ["mfsdp", *sys.argv[1:]], console)
     return launch.tell(outcome, console, checked.validates_only)
+
+
+def _suggests(suggest: bool, gpus: int | None, gpu_memory: str | None) -> bool:
+    if not suggest and (gpus is not None or gpu_memory is not None):
+        raise typer.BadParameter("--gpus and --gpu-memory go with --suggest")
+    return suggest
+
+
+def _suggest(kind: str, preset: str | None, config: str | None, settings: list[str] | None, flags: dict, gpus: int | None,
+             gpu_memory: str | None, console: Console) -> int:
+    from mfsdp_cli.launch.suggest import suggest, suggestion_text
+
+    found = suggest(kind, preset=preset, config=config, assignments=settings or [], flags=flags, gpus=gpus, gpu_memory=gpu_memory,
+                    environ=os.environ)
+    console.problems(found.problems)
+    console.product(suggestion_text(found), found.to_dict())
+    return found.exit_code
 
 
 def _split(values: list[str] | None) -> list[str] | None:

@@ -24,7 +24,7 @@ def opt(default, doc: str, *, unit: str = "", choices: tuple = (), low=None, hig
 
 @dataclass
 class ModelSettings:
-    path: str | None = opt(None, "Hugging Face folder or hub id of the model to start from")
+    path: str | None = opt(None, "model to start from: Hugging Face folder, hub id, or a checkpoint of mfsdp's, of which only the weights are taken")
     trust_remote_code: bool = opt(False, "run Python code that the model folder ships; off, since it is someone else's code")
     use_remove_padding: bool = opt(True, "sequences are packed without padding (THD); the only layout there is")
     lora_rank: int = opt(0, "LoRA is not supported with Megatron-FSDP checkpoints: must stay 0", low=0)

@@ -74,7 +74,7 @@ class RolloutSettings:
 
 @dataclass
 class RefSettings:
-    path: str | None = opt(None, "reference model; null: model.path")
+    path: str | None = opt(None, "reference model, given as model.path is; null: model.path")
     log_prob_max_token_len_per_gpu: int | None = opt(None, "largest micro batch of log-probabilities; null: ppo_max_token_len_per_gpu",
                                                      unit="tokens", low=2)
 
