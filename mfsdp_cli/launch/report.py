@@ -66,7 +66,7 @@ def _model(checked: Checked) -> str:
     if facts.model_path is None:
         return f"{path} (not here)" if facts.model_error or path is None else f"{path} (would be downloaded)"
     kind = (facts.model_config or {}).get("architectures") or ["unknown architecture"]
-    shown = path if facts.model_path == path else f"{path} in {facts.model_path}"
+    shown = path if facts.model_path == path or facts.model_source else f"{path} in {facts.model_path}"
     return f"{shown}: {kind[0]}, {len(facts.model_weight_files)} weight file{'' if len(facts.model_weight_files) == 1 else 's'}"
 
 
@@ -161,7 +161,8 @@ def _resume_from(checked: Checked):
 
 def _reads(checked: Checked) -> list[str]:
     facts = checked.facts
-    model = [f"{facts.model_path}/{name}" for name in ("config.json", *facts.model_weight_files)] if facts.model_path else []
+    weights_in = facts.model_source.checkpoint if facts.model_source else facts.model_path
+    model = [f"{facts.model_path}/config.json", *(f"{weights_in}/{name}" for name in facts.model_weight_files)] if facts.model_path else []
     return model + [f"{f.path} ({f.error or f'{f.num_rows} rows'})" for f in facts.parquet.values()]
 
 

@@ -50,6 +50,7 @@ def check(kind: str, *, preset: str | None, config: str | None, assignments: lis
     origins = loaded.origins | {key: "--resume" for key in _resume_flags(resume)}
     run_dir = run_folder(loaded.settings)
     facts = gather(loaded.settings, environ, run_dir)
+    _name_checkpoints(loaded.settings, facts)
     problems = loaded.problems + check_rules(loaded.settings, origins, facts) + reward_problems(loaded.settings, origins, facts)
     problems += folder_problems(run_dir, loaded.settings, origins)
     return Checked(loaded.settings, origins, facts, make_plan(loaded.settings, facts), run_dir, list(dict.fromkeys(problems)))
@@ -87,6 +88,14 @@ def tell(outcome: Outcome, console: Console, val_only: bool = False) -> int:
     elif console.json or (outcome.checkpoint is not None and outcome.exit_code in (OK, STOPPED)):
         console.product(str(outcome.checkpoint), outcome.to_dict())
     return outcome.exit_code
+
+
+def _name_checkpoints(settings: SftSettings | GrpoSettings, facts: Facts) -> None:
+    """A run folder as model stands for the checkpoint that is its latest now: the ranks, and every later attempt, take that one."""
+    if facts.model_source:
+        settings.model.path = str(facts.model_source.checkpoint)
+    if facts.reference_source:
+        settings.ref.path = str(facts.reference_source.checkpoint)
 
 
 def _resume_flags(resume: str | None) -> dict[str, object]:
