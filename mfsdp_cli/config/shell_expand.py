@@ -133,7 +133,7 @@ class Expander:
             return [unknown(f"${name}", f"${name} in line {line} is {OUTSIDE[name]}", line)]
         value = state.variables.get(name)
         if value is None or isinstance(value, Text):
-            return None if value is None or piece.index not in ("", "0", "@", "*") else [value]
+            return [value] if value is not None and (value.why or piece.index in ("", "0", "@", "*")) else None
         if piece.index in ("@", "*"):
             return list(value)
         index = piece.index or "0"
