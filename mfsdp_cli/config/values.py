@@ -15,6 +15,7 @@ SETTINGS = {"sft": SftSettings, "grpo": GrpoSettings}  # kind of run -> its sett
 
 _INT = re.compile(r"[+-]?\d+(_\d+)*")
 _FLOAT = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_DURATION = re.compile(r"(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+(?:\.\d+)?)s)?\s*(?:(\d+)ms)?")
 _NULL = re.compile(r"|~|(?i:null)|None")  # but none, in small letters, is a value of several settings
 _NAMES = {
     "str": "text", "int": "an integer", "float": "a number", "bool": "True or False", "dict": "a mapping",
@@ -146,9 +147,26 @@ def coerce(raw, leaf: Leaf):
     return value
 
 
+def duration(text: str) -> float | None:
+    """Seconds that 90s, 30m, 1h30m, 2d or 500ms stand for; None for any other text.
+
+    >>> duration("1h30m")
+    5400.0
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or not any(match.groups()):
+        return None
+    days, hours, minutes, seconds, thousandths = (float(part or 0) for part in match.groups())
+    return days * 86400 + hours * 3600 + minutes * 60 + seconds + thousandths / 1000
+
+
 def _scalar(raw, kind: str, leaf: Leaf):
     if isinstance(raw, str):
         value = _from_text(raw, kind)
+        if value is None and leaf.unit == "s" and (seconds := duration(raw)) is not None:
+            if kind == "int" and not seconds.is_integer():
+                raise Unfit(f"{raw} is {seconds:g} s, and this setting takes whole seconds", f"write {math.ceil(seconds)}")
+            value = int(seconds) if kind == "int" else seconds
     elif kind == "float" and isinstance(raw, int) and not isinstance(raw, bool):
         value = float(raw)
     else:
@@ -190,6 +208,8 @@ def _check_range(value, leaf: Leaf) -> None:
 
 
 def _advice(leaf: Leaf) -> str:
+    if leaf.unit == "s":
+        return f"write seconds, or a duration as 90s, 30m, 1h30m; the default is {as_text(leaf.default)}"
     if leaf.choices:
         return f"write one of: {', '.join(map(str, leaf.choices))}"
     if leaf.kind == "bool":

@@ -87,6 +87,16 @@ def test_flags_take_python_values_and_either_spelling():
         ("optim.betas", "[0.9,1e-1]", [0.9, 0.1]),
         ("checkpoint.load_contents", "null", None),
         ("checkpoint.load_contents", "[model]", ["model"]),
+        ("trainer.startup_timeout_s", "90", 90),
+        ("trainer.startup_timeout_s", "90s", 90),
+        ("trainer.startup_timeout_s", "30m", 1800),
+        ("trainer.startup_timeout_s", "1h30m", 5400),
+        ("trainer.startup_timeout_s", "1h 30m", 5400),
+        ("trainer.startup_timeout_s", "1d2h3m4s", 93784),
+        ("trainer.startup_timeout_s", "90m", 5400),
+        ("trainer.startup_timeout_s", "12000ms", 12),
+        ("trainer.startup_timeout_s", "0h15s", 15),
+        ("trainer.startup_timeout_s", "12.0s", 12),
     ],
 )
 def test_values(key, text, value):
@@ -119,6 +129,16 @@ def test_values(key, text, value):
         ("engine.override_transformer_config", "3", "expected a mapping", "leave it out"),
         ("trainer.output_dir", "${trainer.project_name}/x", "OmegaConf reference", "the value itself"),
         ("trainer.experiment_name", "null", "null is no value", "sft"),
+        ("trainer.startup_timeout_s", "soon", "expected an integer (s), found the text 'soon'", "a duration as 90s, 30m, 1h30m"),
+        ("trainer.startup_timeout_s", "5s", "5 is below the least value, 10 s", "10 or more"),
+        ("trainer.startup_timeout_s", "10.5s", "10.5s is 10.5 s, and this setting takes whole seconds", "write 11"),
+        ("trainer.startup_timeout_s", "30m1h", "found the text '30m1h'", "seconds, or a duration"),
+        ("trainer.startup_timeout_s", "1h1h", "found the text '1h1h'", "seconds, or a duration"),
+        ("trainer.startup_timeout_s", "1.5h", "found the text '1.5h'", "seconds, or a duration"),
+        ("trainer.startup_timeout_s", "-30s", "found the text '-30s'", "seconds, or a duration"),
+        ("trainer.startup_timeout_s", "30M", "found the text '30M'", "seconds, or a duration"),
+        ("trainer.startup_timeout_s", "30min", "found the text '30min'", "seconds, or a duration"),
+        ("data.max_token_len_per_gpu", "30m", "expected an integer (tokens), found the text '30m'", "1024"),
     ],
 )
 def test_wrong_values_say_what_was_found_and_what_is_right(key, text, why, fix):
@@ -241,6 +261,29 @@ def test_mappings_grow_over_the_layers(tmp_path):
     assert loaded.origins["engine.override_transformer_config.a"] == f"{config}:3"
     assert loaded.origins["engine.override_transformer_config.b.c"] == "command line"
     assert SftSettings().engine.override_transformer_config == {}, "defaults are not shared"
+
+
+def test_words_that_yaml_1_1_takes_for_truth_values_are_texts(tmp_path):
+    config = write(tmp_path, "rollout: {n: 4}\ntrainer:\n  experiment_name: on\n  project_name: n\nengine:\n  override_transformer_config:\n"
+                             "    y: no\n    on: off\n    'off': Y\n")
+    loaded = load(kind="grpo", config=config)
+    assert loaded.problems == [] and loaded.settings.rollout.n == 4
+    assert (loaded.settings.trainer.experiment_name, loaded.settings.trainer.project_name) == ("on", "n")
+    assert loaded.settings.engine.override_transformer_config == {"y": "no", "on": "off", "off": "Y"}
+    again = load(kind="grpo", config=write(tmp_path, dump_yaml(loaded.settings), "again.yaml"))
+    assert again.settings == loaded.settings and again.problems == []
+    assert load("rollout={n: 3}", kind="grpo").settings.rollout.n == 3
+    nested = load(kind="grpo", config=write(tmp_path, "actor_rollout_ref:\n  rollout:\n    n: 5\n    val_kwargs:\n      n: 2\n", "verl.yaml"))
+    assert (nested.settings.rollout.n, nested.settings.rollout.val_n) == (5, 2)
+    unknown = only_error(load(kind="grpo", config=write(tmp_path, "rollout: {y: 4}", "y.yaml")))
+    assert unknown.key == "rollout.y"
+
+
+def test_durations_of_a_fraction():
+    assert load("reward.timeout_s=1m500ms", kind="grpo").settings.reward.timeout_s == 60.5
+    assert load("reward.timeout_s=2.5s", kind="grpo").settings.reward.timeout_s == 2.5
+    assert load("rollout.timeout_s=1h", kind="grpo").settings.rollout.timeout_s == 3600
+    assert load("trainer.startup_timeout_s=\"2m\"").settings.trainer.startup_timeout_s == 120
 
 
 # --- two kinds of run -----------------------------------------------------------------------------------------------
