@@ -125,8 +125,9 @@ def report(name: str, args, step, device) -> None:
     tokens = args.tokens // args.seq * args.seq
     parameters = num_parameters(SHAPES[args.shape])
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
+    predicted = f" (predicted {predicted_gib(args, tokens):.1f})" if name == "mfsdp" and device.type == "cuda" else ""
     print(f"{name:14s} {args.shape:5s} {tokens / median:10.0f} tok/s  {600 * parameters * tokens / median / args.tflops / 1e12:5.1f} % of peak  "
-          f"{memory:6.1f} GiB  {median * 1e3:8.1f} ms/step  loss {loss:.3f}", flush=True)
+          f"{memory:6.1f} GiB{predicted}  {median * 1e3:8.1f} ms/step  loss {loss:.3f}", flush=True)
     if args.profile:
         print_profile(step)
     del step
@@ -135,6 +136,14 @@ def report(name: str, args, step, device) -> None:
 
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def predicted_gib(args, tokens: int) -> float:
+    from mfsdp_cli.launch.memory import Layout, training_peak
+    from mfsdp_cli.launch.parameters import model_shape
+
+    shape = model_shape(SHAPES[args.shape] | {"architectures": ["Qwen2ForCausalLM"]})
+    return training_peak(shape, Layout(), tokens, args.recompute).total / 2**30
 
 
 def print_profile(step) -> None:

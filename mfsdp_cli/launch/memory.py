@@ -213,7 +213,8 @@ def training_peak(shape: Shape, layout: Layout, tokens: int, recompute: str = "n
                     after_the_layers(shape, layout) * tokens + max(0, matrix - piece))]
     # A tied matrix gets its gradient from the output layer first, and waits for the embedding's.
     tied = matrix if shape.tied else 0
-    work = (layer_at_work(shape, layout) + (saved_by_layer(shape, layout) if full else 0)) * tokens
+    again = saved_by_layer(shape, layout) - saved if full else 0  # the layer at work is computed again, from the input that was kept
+    work = (layer_at_work(shape, layout) + again) * tokens
     for layer in range(shape.layers, 0, -1):
         waiting = waiting_gradients(shape, layout, shape.layers - layer + 1)
         found.append(moment(f"backward of layer {layer}", layer, waiting, 0, work + tied))

@@ -115,3 +115,8 @@ def expert_parameters(shape: Shape, ep: int = 1, etp: int = 1) -> int:
 def num_parameters(shape: Shape) -> int:
     """The whole model, as Hugging Face counts it."""
     return dense_parameters(shape) + expert_parameters(shape)
+
+
+def active_parameters(shape: Shape) -> int:
+    """Those that one token meets: of the experts, the chosen ones."""
+    return dense_parameters(shape) + (expert_parameters(shape) * shape.chosen // shape.experts if shape.experts else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,6 +28,9 @@ class Plan:
                          it only validates
     warmup_steps         steps in which the learning rate rises
     rows_per_dp_rank     conversations, or responses, of one update that one data-parallel rank works on
+    micro_batch_tokens   most tokens of a micro batch of one rank
+    min_micro_batches, max_micro_batches  of one rank and update; they differ when micro batches are formed by tokens, since
+                         the lengths are not known here
     """
 
     world_size: int
@@ -45,6 +49,9 @@ class Plan:
     total_steps: int
     warmup_steps: int
     rows_per_dp_rank: float
+    micro_batch_tokens: int
+    min_micro_batches: int
+    max_micro_batches: int
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,10 @@ def make_plan(settings: SftSettings | GrpoSettings, facts: Facts) -> Plan:
     steps_per_epoch = rows // data.train_batch_size
     total = 0 if validates_only(settings) else trainer.total_training_steps or trainer.total_epochs * steps_per_epoch
     device = choose_device(engine.device, facts.num_gpus)
-    if kind_of(settings) == "sft":
-        make, per_update = Plan, data.train_batch_size
-    else:
-        make, per_update = _grpo_plan(settings, device), settings.actor.ppo_mini_batch_size * settings.rollout.n
+    make, per_update = Plan, rows_of_update(settings)
+    if kind_of(settings) == "grpo":
+        make = _grpo_plan(settings, device)
+    tokens, least, most = micro_batches(settings, dp)
     return make(
         world_size=world, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp,
         expert_dp=max(1, world // (ep * etp * pp)),
@@ -94,7 +101,49 @@ def make_plan(settings: SftSettings | GrpoSettings, facts: Facts) -> Plan:
         total_steps=total,
         warmup_steps=warmup_steps(optim.lr_warmup_steps, optim.lr_warmup_steps_ratio, total),
         rows_per_dp_rank=per_update / dp,
+        micro_batch_tokens=tokens,
+        min_micro_batches=least,
+        max_micro_batches=most,
     )
+
+
+def rows_of_update(settings: SftSettings | GrpoSettings) -> int:
+    """Conversations, or responses, of one optimizer step over all ranks."""
+    if kind_of(settings) == "sft":
+        return settings.data.train_batch_size
+    return settings.actor.ppo_mini_batch_size * settings.rollout.n
+
+
+def longest_sequence(settings: SftSettings | GrpoSettings) -> int:
+    """Tokens of the longest sequence that is accepted."""
+    data = settings.data
+    if kind_of(settings) == "sft":
+        return data.max_length or data.max_token_len_per_gpu
+    return data.max_prompt_length + data.max_response_length
+
+
+def micro_batch_key(settings: SftSettings | GrpoSettings) -> str:
+    """The setting that sizes micro batches: a number of tokens, or with use_dynamic_bsz False of rows."""
+    if kind_of(settings) == "sft":
+        return "data.max_token_len_per_gpu" if settings.data.use_dynamic_bsz else "data.micro_batch_size_per_gpu"
+    return "actor.ppo_max_token_len_per_gpu" if settings.actor.use_dynamic_bsz else "actor.ppo_micro_batch_size_per_gpu"
+
+
+def by_tokens(settings: SftSettings | GrpoSettings) -> bool:
+    return (settings.data if kind_of(settings) == "sft" else settings.actor).use_dynamic_bsz
+
+
+def micro_batches(settings: SftSettings | GrpoSettings, dp: int) -> tuple[int, int, int]:
+    """Most tokens of a micro batch, and the fewest and most micro batches of a rank and update (`train.batching`). By tokens a
+    rank has one if all its rows fit, and at worst one for each row."""
+    section, _, name = micro_batch_key(settings).partition(".")
+    size = getattr(getattr(settings, section), name)
+    rows, longest = rows_of_update(settings), longest_sequence(settings)
+    share = max(1, math.ceil(rows / dp))
+    if by_tokens(settings):
+        return min(size, rows * longest), 1, share
+    number = max(1, math.ceil(share / size))
+    return min(size, share) * longest, number, number
 
 
 def _grpo_plan(settings: GrpoSettings, device: str) -> partial[GrpoPlan]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, latest_complete
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, complete_steps, latest_complete
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import EXIT_CODES, OK
 from mfsdp_cli.launch.command import child_command, child_environment, shell_line
+from mfsdp_cli.launch.fit import GIB, Disk, Memory, predict_disk, predict_memory
 from mfsdp_cli.launch.folder import next_attempt
 
 if TYPE_CHECKING:
+    from mfsdp_cli.launch.plan import Plan
     from mfsdp_cli.launch.start import Checked
 
 
@@ -24,11 +26,14 @@ def dry_run_data(checked: Checked) -> dict:
         argv = child_command(settings, checked.run_dir, next_attempt(checked.run_dir / "attempts", rank), rank)
         nodes.append({"node_rank": rank, "argv": argv, "line": shell_line(argv, environment)})
     checkpoint = _resume_from(checked)
+    memory, disk = predictions(checked)
     return {
         "ok": checked.exit_code == OK,
         "exit_code": checked.exit_code,
         "problems": [p.to_dict() for p in checked.problems],
         "plan": asdict(checked.plan),
+        "memory": None if memory is None else memory.to_dict(),
+        "disk": None if disk is None else disk.to_dict(),
         "run_dir": str(checked.run_dir),
         "resume_from": None if checkpoint is None else str(checkpoint),
         "reads": _reads(checked),
@@ -42,7 +47,9 @@ def dry_run_text(checked: Checked) -> str:
     data = dry_run_data(checked)
     rows = [("verdict", _verdict(checked)), ("model", _model(checked)), *_arithmetic(checked), ("run folder", data["run_dir"]),
             ("resume", f"from {data['resume_from']}" if data["resume_from"] else "nothing to resume: from step 0")]
-    blocks = [[f"{name:<11} {text}" for name, text in rows]]
+    memory, disk = predictions(checked)
+    rows.append(("disk", disk_words(disk)))
+    blocks = [[f"{name:<11} {text}" for name, text in rows], memory_lines(memory, checked)]
     blocks += [[f"{name}:", *(f"  {line}" for line in data[name])] for name in ("reads", "writes")]
     blocks.append(["environment:", *(f"  {name}={value}" for name, value in data["environment"].items())])
     for node in data["nodes"]:
@@ -51,10 +58,40 @@ def dry_run_text(checked: Checked) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
+def predictions(checked: Checked) -> tuple[Memory | None, Disk | None]:
+    settings, plan, facts = checked.settings, checked.plan, checked.facts
+    there = len(complete_steps(checked.run_dir / CHECKPOINTS))
+    return predict_memory(settings, plan, facts), predict_disk(settings, plan, facts, there)
+
+
+def memory_lines(memory: Memory | None, checked: Checked) -> list[str]:
+    """Memory of a GPU by part, largest first, and what it takes for granted."""
+    if memory is None:
+        why = "not predicted on CPU" if checked.plan.device == "cpu" else "not predicted without the model's config.json"
+        return [f"memory: {why}"]
+    rows = [(name, size, "") for name, size in memory.allocated.items()] + [(name, size, "beside torch") for name, size in memory.outside.items()]
+    rows = sorted((row for row in rows if row[1]), key=lambda row: -row[1])
+    sizes = [f"  {name:<18} {size / GIB:8.2f} GiB  {note}".rstrip() for name, size, note in rows]
+    known = "" if memory.gpu_bytes is None else f" of {memory.gpu_bytes / GIB:.1f} GiB" + ("" if memory.fits else ": does not fit")
+    return [
+        f"memory of each GPU, in the {memory.moment}:", *sizes,
+        f"  {'total':<18} {memory.total_bytes / GIB:8.2f} GiB{known}; {memory.allocated_bytes / GIB:.2f} GiB of it are torch's (mem in the step line)",
+        *(f"  assumed: {text}" for text in memory.assumptions),
+    ]
+
+
+def disk_words(disk: Disk | None) -> str:
+    if disk is None:
+        return "not predicted"
+    there = f" ({disk.there} are there)" if disk.there else ""
+    return (f"{disk.checkpoint_bytes / GIB:.2f} GiB a checkpoint, at most {disk.at_once} at a time{there}: {disk.needed_bytes / GIB:.1f} GiB "
+            f"more, {disk.free_bytes / GIB:.1f} GiB free")
+
+
 def _verdict(checked: Checked) -> str:
     errors = sum(p.level == "error" for p in checked.problems)
     others = len(checked.problems) - errors
-    told = f"; {others} remarks" if others else ""
+    told = f"; {others} remark{'s' if others > 1 else ''}" if others else ""
     if not errors:
         return f"would start{told}"
     code = checked.exit_code
@@ -84,8 +121,10 @@ def _arithmetic(checked: Checked) -> list[tuple[str, str]]:
     if validates_only(settings):
         validation = f"{plan.num_val_rows} prompts x {settings.rollout.val_n}, and nothing else (trainer.val_only)"
     rows = [
-        ("world", f"{plan.world_size} ranks ({trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''} x {trainer.n_gpus_per_node}, "
+        ("world", f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} ({trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''} x {trainer.n_gpus_per_node}, "
                   f"{plan.device}) {sign} TP {plan.tp} x PP {plan.pp} x CP {plan.cp} x DP {plan.dp}{experts}"),
+        ("shards", f"parameters, gradients and optimizer over DP {plan.dp * plan.cp}" + (
+            f", experts over {plan.expert_dp}" if plan.ep > 1 or plan.etp > 1 else "")),
         *(_sft_batch(settings, plan) if sft else _grpo_batch(settings, plan)),
         ("steps", _steps(settings, plan, "rows" if sft else "prompts")),
         ("lr", f"{start}, {decay}"),
@@ -99,7 +138,12 @@ def _sft_batch(settings, plan) -> list[tuple[str, str]]:
     data = settings.data
     micro = f"up to {data.max_token_len_per_gpu} tokens" if data.use_dynamic_bsz else f"{data.micro_batch_size_per_gpu} rows"
     return [("batch", f"{data.train_batch_size} conversations a step = {plan.rows_per_dp_rank:g} x DP {plan.dp}; "
-                      f"micro batches of {micro} a rank")]
+                      f"micro batches of {micro} a rank, {_number(plan)}")]
+
+
+def _number(plan: Plan) -> str:
+    least, most = plan.min_micro_batches, plan.max_micro_batches
+    return f"{most} an update" if least == most else f"{least} to {most} an update, by their lengths"
 
 
 def _grpo_batch(settings, plan) -> list[tuple[str, str]]:
@@ -128,7 +172,7 @@ def _grpo_batch(settings, plan) -> list[tuple[str, str]]:
         ("rollout", f"{data.train_batch_size} prompts x {rollout.n} responses = {plan.samples_per_step} samples a step, of at most "
                     f"{data.max_prompt_length} + {data.max_response_length} tokens; longer prompts {overlong}"),
         ("batch", f"{actor.ppo_mini_batch_size} prompts x {rollout.n} = {plan.samples_per_update} samples an update = "
-                  f"{plan.rows_per_dp_rank:g} x DP {plan.dp}; micro batches of {micro} a rank"),
+                  f"{plan.rows_per_dp_rank:g} x DP {plan.dp}; micro batches of {micro} a rank, {_number(plan)}"),
         ("updates", f"{data.train_batch_size} // {actor.ppo_mini_batch_size} mini batches{epochs} = {plan.updates_per_step} a step"),
         ("loss", f"{algorithm.adv_estimator} advantages, {actor.policy_loss} clipped to [1 - {actor.clip_ratio_low:g}, 1 + "
                  f"{actor.clip_ratio_high:g}], {actor.loss_agg_mode}; correction for the sampler: {correction}{bound}"),

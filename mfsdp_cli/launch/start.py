@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, complete_steps
 from mfsdp_cli.config.load import load
 from mfsdp_cli.config.rules import check as check_rules
 from mfsdp_cli.config.schema import SftSettings
@@ -15,6 +16,7 @@ from mfsdp_cli.config.values import validates_only
 from mfsdp_cli.errors import OK, STOPPED, Problem, exit_code_of
 from mfsdp_cli.launch.command import child_command, child_environment, shell_line
 from mfsdp_cli.launch.facts import Facts, gather
+from mfsdp_cli.launch.fit import disk_problems, memory_problems
 from mfsdp_cli.launch.folder import folder_problems, open_attempt, record_command, run_folder
 from mfsdp_cli.launch.outcome import Outcome, describe
 from mfsdp_cli.launch.plan import Plan, make_plan
@@ -53,7 +55,10 @@ def check(kind: str, *, preset: str | None, config: str | None, assignments: lis
     _name_checkpoints(loaded.settings, facts)
     problems = loaded.problems + check_rules(loaded.settings, origins, facts) + reward_problems(loaded.settings, origins, facts)
     problems += folder_problems(run_dir, loaded.settings, origins)
-    return Checked(loaded.settings, origins, facts, make_plan(loaded.settings, facts), run_dir, list(dict.fromkeys(problems)))
+    plan = make_plan(loaded.settings, facts)
+    problems += memory_problems(loaded.settings, plan, facts)
+    problems += disk_problems(loaded.settings, plan, facts, str(run_dir), len(complete_steps(run_dir / CHECKPOINTS)))
+    return Checked(loaded.settings, origins, facts, plan, run_dir, list(dict.fromkeys(problems)))
 
 
 def start(checked: Checked, called: list[str], console: Console) -> Outcome:
