@@ -113,13 +113,19 @@ def gathered_weights(shape: Shape, layout: Layout) -> int:
     return (dense + layers * expert_weights(shape, layout.ep, layout.etp) * (layout.expert_dp > 1)) * layout.width
 
 
+def reduced_unit(shape: Shape, layout: Layout) -> int:
+    """Parameters of one layer whose gradients are reduced over other ranks."""
+    dense = dense_layer(shape, layout.tp) if layout.dp > 1 else 0
+    return dense + (expert_weights(shape, layout.ep, layout.etp) if layout.expert_dp > 1 else 0)
+
+
 def waiting_gradients(shape: Shape, layout: Layout, done: int) -> int:
     """Unsharded float32 gradients (megatron_fsdp_grad_comm_dtype) after the backward pass of `done` layers: up to REDUCE_QUEUE
     elements wait for their reduce-scatter, and one more layer (GradReducePipeline.wait_for_previous_grad_reduce). Embedding, final
     norm and output layer are one bucket, which is there from the first of them to the last. With one rank gradients
     are added to `main_grad_buffer` directly."""
-    unit = dense_layer(shape, layout.tp) * (layout.dp > 1) + expert_weights(shape, layout.ep, layout.etp) * (layout.expert_dp > 1)
-    outer = outer_weights(shape, layout.tp) * (layout.dp > 1)
+    unit = reduced_unit(shape, layout)
+    outer = outer_weights(shape, layout.tp) if layout.dp > 1 else 0
     return (min(done * unit, REDUCE_QUEUE + unit) + outer) * FP32
 
 
@@ -192,6 +198,14 @@ def _columns(shape: Shape, layout: Layout) -> int:
 # --- the moments, and the peak ------------------------------------------------------------------------------------------
 
 
+def turning_points(shape: Shape, layout: Layout) -> list[int]:
+    """Numbers of layers that have gone backward at which the memory may be largest: the first, the last, and where gradients stop to
+    queue up, since it rises or falls evenly between these."""
+    unit = reduced_unit(shape, layout)
+    ends = [REDUCE_QUEUE // unit + 1, REDUCE_QUEUE // unit + 2] if unit else []
+    return sorted({1, shape.layers, *(min(shape.layers, done) for done in ends)})
+
+
 def training_peak(shape: Shape, layout: Layout, tokens: int, recompute: str = "none", temperature: float = 1.0) -> Peak:
     """The moment of a step when most is allocated, with micro batches of `tokens`: when the loss goes backward, with all activations
     there; in the backward pass of a layer, where activations go and gradients queue up; or at its end, in the embedding's."""
@@ -215,8 +229,8 @@ def training_peak(shape: Shape, layout: Layout, tokens: int, recompute: str = "n
     tied = matrix if shape.tied else 0
     again = saved_by_layer(shape, layout) - saved if full else 0  # the layer at work is computed again, from the input that was kept
     work = (layer_at_work(shape, layout) + again) * tokens
-    for layer in range(shape.layers, 0, -1):
-        waiting = waiting_gradients(shape, layout, shape.layers - layer + 1)
-        found.append(moment(f"backward of layer {layer}", layer, waiting, 0, work + tied))
+    for done in turning_points(shape, layout):
+        layer = shape.layers - done + 1
+        found.append(moment(f"backward of layer {layer}", layer, waiting_gradients(shape, layout, done), 0, work + tied))
     found.append(moment("backward of the embedding", 0, waiting_gradients(shape, layout, shape.layers), 0, matrix + tied))
     return max(found, key=lambda peak: peak.total)

@@ -47,11 +47,12 @@ def model_shape(config: dict | None) -> Shape | None:
     c = shape_of(config)
     if c is None:
         return None
-    name = (c.get("architectures") or [""])[0]
+    named = c.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
     experts = c.get("num_experts") or c.get("num_local_experts") or 0  # transformers 5 writes the second
     ffn = c.get("moe_intermediate_size" if experts else "intermediate_size")
     chosen = c.get("num_experts_per_tok") if experts else 0
-    if not all(type(n) is int and n >= 0 for n in (experts, ffn, chosen)) or not ffn:
+    if not all(type(n) is int and n >= 0 for n in (experts, ffn, chosen, c["head_dim"])) or not ffn:
         return None
     return Shape(
         layers=c["num_hidden_layers"], hidden=c["hidden_size"], heads=c["num_attention_heads"], groups=c["num_key_value_heads"],

@@ -63,7 +63,9 @@ def test_published_totals_of_other_families():
 
 def test_what_config_json_leaves_out():
     assert model_shape(None) is None and model_shape({}) is None and model_shape(TINY_QWEN2 | {"hidden_size": "64"}) is None
-    assert model_shape(QWEN3_MOE | {"num_experts_per_tok": None}) is None
+    assert model_shape(QWEN3_MOE | {"num_experts_per_tok": None}) is None and model_shape(TINY_QWEN2 | {"head_dim": "16"}) is None
+    for odd in (None, [], 3, "Qwen2ForCausalLM", [None]):
+        assert model_shape(TINY_QWEN2 | {"architectures": odd}).qkv_bias is False
     moe = dict(QWEN3_MOE)
     moe["num_local_experts"] = moe.pop("num_experts")  # as transformers 5 writes it
     assert model_shape(moe | {"intermediate_size": 6144}) == model_shape(QWEN3_MOE)
@@ -194,6 +196,19 @@ def test_more_of_anything_moves_memory_the_right_way():
         assert training_peak(shape, here, tokens + 1000, recompute).total >= peak.total
         assert training_peak(shape, here, tokens, "full").total <= training_peak(shape, here, tokens, "none").total
         assert all(size >= 0 for size in peak.parts.values()) and peak.total >= 18 * memory.shard(shape, here)
+
+
+def test_the_peak_is_at_a_turning_point():
+    """Against a search through all layers."""
+    draw = random.Random(2)
+    for _ in range(200):
+        shape, dp = random_shape(draw), draw.choice([1, 2, 8])
+        layout, saved = Layout(dp=dp, expert_dp=dp), draw.randint(1, 10**9)
+
+        def size(done):
+            return memory.waiting_gradients(shape, layout, done) + (shape.layers - done + 1) * saved
+
+        assert max(map(size, memory.turning_points(shape, layout))) == max(map(size, range(1, shape.layers + 1)))
 
 
 def test_shards_of_all_ranks_make_the_model():
