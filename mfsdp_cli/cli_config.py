@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json as jsonlib
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
-from mfsdp_cli.errors import OK, USAGE, MfsdpError, Problem, exit_code_of
-from mfsdp_cli.options import STYLE, Assignments, Config, Json, Kind, NoColor, Preset
+from mfsdp_cli.errors import OK, exit_code_of
+from mfsdp_cli.options import STYLE, Assignments, Config, Json, Kind, NoColor, Preset, Quiet, complete_preset
 from mfsdp_cli.output import Console
 
 app = typer.Typer(help="Show settings, compare them, list keys and presets", no_args_is_help=True, **STYLE)
@@ -55,43 +55,43 @@ def show(
 
 @app.command(no_args_is_help=True)
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="Preset or YAML file")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Preset or YAML file")],
+    a: Annotated[str, typer.Argument(metavar="A", help="Preset, YAML file or run folder", autocompletion=complete_preset)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Preset, YAML file or run folder", autocompletion=complete_preset)],
     json: Json = False,
 ) -> int:
-    """Print the settings in which two presets or files of one kind differ
+    """Print the settings in which two presets, files or runs of one kind differ, and where each value comes from
 
     \b
-    Example:
-      mfsdp config diff sft-gsm8k-qwen2.5-math-7b runs/a/config.yaml
-    """
-    from mfsdp_cli.config import show
-    from mfsdp_cli.config.load import infer_kind, load
+    Examples:
+      mfsdp config diff sft-gsm8k-qwen2.5-math-7b run.yaml
+      mfsdp config diff runs/a runs/b --json
 
-    kinds = [infer_kind(preset=name) for name in (a, b)]
-    if kinds[0] != kinds[1]:
-        raise MfsdpError(Problem(f"{a}, {b}", f"{kinds[0]}, {kinds[1]}", "settings of two kinds of run", "compare two of one kind",
-                                 "command line", USAGE))
-    both = [load(kinds[0], preset=name, environ={}) for name in (a, b)]
-    problems = [p for loaded in both for p in loaded.problems]
-    if exit_code_of(problems) != OK:
-        raise MfsdpError(problems)
-    rows = show.diff(both[0].settings, both[1].settings)
-    lines = [f"{row['key']}: {_yaml(row['a'])} -> {_yaml(row['b'])}" for row in rows]
-    Console(json=json).product(lines, {"ok": True, "exit_code": OK, "kind": kinds[0], "a": a, "b": b, "differences": rows})
+    Exits with 0 whether they differ or not; without a difference nothing is printed.
+    """
+    from mfsdp_cli.config.show import compare
+
+    kind, rows = compare(a, b)
+    lines = [f"{r['key']}: {_yaml(r['a'])} -> {_yaml(r['b'])}  # {r['origin_a']} -> {r['origin_b']}" for r in rows]
+    data = {"ok": True, "exit_code": OK, "kind": kind, "a": a, "b": b, "differences": rows}
+    if lines or json:
+        Console(json=json).product(lines, data)
     return OK
 
 
 @app.command()
 def schema(kind: Kind = "sft", json: Json = False) -> int:
-    """List every setting of a kind of run: key, type, default, range, meaning
+    """List every setting of a kind of run: key, type, default, range, meaning; --json adds a JSON Schema
 
     \b
     Examples:
       mfsdp config schema
       mfsdp config schema --kind grpo --json
+
+    Settings in seconds (s) take a duration too: 90s, 30m, 1h30m. With --json, json_schema is the schema of a --config
+    file for editors and other programs.
     """
     from mfsdp_cli.config import show
+    from mfsdp_cli.config.json_schema import json_schema
 
     rows = show.schema(kind)
     lines = []
@@ -100,7 +100,7 @@ def schema(kind: Kind = "sft", json: Json = False) -> int:
         limits = [f"one of {', '.join(map(str, row['choices']))}"] if row["choices"] else bounds
         wanted = ", ".join([row["type"], *([row["unit"]] if row["unit"] else []), *limits])
         lines += [f"{row['key']}: {_yaml(row['default'])}  # {wanted}", f"    {row['doc']}"]
-    Console(json=json).product(lines, {"ok": True, "exit_code": OK, "kind": kind, "keys": rows})
+    Console(json=json).product(lines, {"ok": True, "exit_code": OK, "kind": kind, "keys": rows, "json_schema": json_schema(kind)})
     return OK
 
 
@@ -113,6 +113,38 @@ def presets(json: Json = False) -> int:
     width = max((len(row["name"]) for row in rows), default=0)
     Console(json=json).product([f"{row['name']:<{width}}  {row['about']}" for row in rows], {"ok": True, "exit_code": OK, "presets": rows})
     return OK
+
+
+@app.command("from-verl", no_args_is_help=True)
+def from_verl(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Launch script of verl's SFT or GRPO trainer; it is read, never run")],
+    arguments: Annotated[Optional[list[str]], typer.Argument(metavar="[ARG]...", help="Arguments of the script: its $1, $2, $@")] = None,
+    var: Annotated[Optional[list[str]], typer.Option("--var", metavar="NAME=VALUE", help="Variable that the script finds set")] = None,
+    out: Annotated[Optional[str], typer.Option("--out", "-o", metavar="FILE", help="YAML file to write; default: stdout")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write over a file that is there")] = False,
+    json: Json = False, quiet: Quiet = False, no_color: NoColor = False,
+) -> int:
+    """Turn a verl launch script into a file of settings, and tell what became of each key
+
+    \b
+    Examples:
+      mfsdp config from-verl run.sh -o run.yaml
+      mfsdp config from-verl run.sh --var MODEL_PATH=Qwen/Qwen3-8B trainer.total_epochs=2 > run.yaml
+
+    Prints the YAML, or with -o its path; the report is on stderr. Exits with 3 when a key could not be taken over;
+    the rest is written all the same.
+    """
+    from mfsdp_cli.config.from_verl import convert, report, write
+
+    console = Console(json=json, quiet=quiet, no_color=no_color)
+    result = convert(script, arguments, var or [])
+    if out is not None:
+        write(result, out, overwrite)
+    console.say("\n".join(report(result)) + "\n")
+    console.problems(result.problems)
+    console.product(result.text.removesuffix("\n") if out is None else out,
+                    {"ok": result.exit_code == OK, "exit_code": result.exit_code, "written": out, **result.to_dict()})
+    return result.exit_code
 
 
 def _yaml(value) -> str:

@@ -6,6 +6,7 @@ What cannot be known from the script is named with its line, and left out.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -67,30 +68,55 @@ class Conversion:
         return {name: getattr(self, name) for name in names} | {"problems": [p.to_dict() for p in self.problems], "yaml": self.text}
 
 
-def convert(path: str, arguments: list[str] | None = None, variables: Mapping[str, str] | None = None, home: str = "") -> Conversion:
-    """Read the script as if it were started with these arguments and environment variables; `home` is $HOME.
+def convert(path: str, arguments: list[str] | None = None, variables: Iterable[str] = (),
+            environ: Mapping[str, str] = os.environ) -> Conversion:
+    """Read the script as if it were started with these arguments and variables (NAME=VALUE); of `environ` only HOME is used.
 
     Raises MfsdpError when the file cannot be read or starts no trainer of verl's. Every other fault is in `.problems`.
     """
-    script = read_script(_read(path), ({"HOME": home} if home else {}) | dict(variables or {}), arguments)
+    home = environ.get("HOME", "").rstrip("/")
+    script = read_script(_read(path), ({"HOME": home} if home else {}) | _variables(variables), arguments)
     launches = [(c, found) for c in script.commands if (found := _trainer(c)) is not None]
     if not launches:
         raise MfsdpError([_no_launch(path, script), *_faults(path, script)])
     command, (at, kind) = launches[0]
     problems = _faults(path, script)
-    entries = _overrides(command.words[at + 1:], path, kind, problems)
     launcher = _launcher(command.words[:at], path, kind, problems)
+    entries = _overrides(command.words[at + 1:], path, kind, problems)
     entries = [e for e in entries if e.key not in {e.key for e in launcher}] + launcher
-    defaults = [Entry(key, value, VERLS_DEFAULT) for key, value in DEFAULTS[kind].items()]
+    set_there = {_our_key(key, kind) for key in [e.key for e in entries] + [p.key for p in problems]}
+    defaults = [Entry(key, value, VERLS_DEFAULT) for key, value in DEFAULTS[kind].items() if key not in set_there]
     loaded = load(kind, layers=[defaults, _followed(entries)], environ={})
     result = Conversion(kind, path, f"{path}:{command.line}", "", loaded)
     _sort(result, entries)
     problems += [p for p in loaded.problems if p.level != "note"]
     result.problems = problems + _judged(loaded, command, path, problems) + _remarks(loaded, launches, path)
-    result.environment = {name: value.text for name, value in command.environ.items() if not value.why}
+    judged = {p.key for p in result.problems}
+    result.environment = {name: value.text for name, value in command.environ.items() if not value.why and name not in judged}
     result.others = [{"where": f"{path}:{c.line}", "command": _shown(c)} for c in script.commands if c is not command and _worth_naming(c)]
     result.text = _yaml(result, home)
     return result
+
+
+def write(result: Conversion, path: str, overwrite: bool) -> None:
+    """Put the YAML into a file. Raises MfsdpError when there is one already."""
+    try:
+        with open(path, "w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(result.text)
+    except FileExistsError:
+        raise MfsdpError(Problem("--out", path, "there is such a file already", "--overwrite, or another name", code=USAGE)) from None
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:
+        fix = "give a file in a folder that is there"
+        raise MfsdpError(Problem("--out", path, f"cannot be written: {e.strerror}", fix, code=USAGE)) from None
+
+
+def _variables(given: Iterable[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in given]
+    wrong = [Problem("--var", name + equals + value, "expected NAME=VALUE", "--var MODEL_PATH=Qwen/Qwen3-8B", "command line", USAGE)
+             for name, equals, value in pairs if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name)]
+    if wrong:
+        raise MfsdpError(wrong)
+    return {name: value for name, _, value in pairs}
 
 
 def _read(path: str) -> str:
@@ -175,6 +201,11 @@ def _overrides(words: Iterable[Text], path: str, kind: str, problems: list[Probl
     return list(entries.values())
 
 
+def _our_key(key: str, kind: str) -> str:
+    meant = aliases.resolve(key, "", kind)
+    return key if isinstance(meant, aliases.Told) else meant[0]
+
+
 def _unresolved(key: str, word: Text, path: str) -> Problem:
     fix = "write the value into the YAML, or give what is missing: --var NAME=VALUE, and the script's arguments behind its name"
     return Problem(key, word.text, "; ".join(word.why), fix, f"{path}:{word.line}")
@@ -222,13 +253,13 @@ def _judged(loaded: Loaded, command: Command, path: str, earlier: list[Problem])
     facts = Facts(
         environ={name: v.text for name, v in exported.items()}, num_gpus=2**20, gpu_names=(), gpu_memory_mib=(),
         gpu_compute_capability=(), num_cpus=2**20, host_memory_gib=2.0**20, free_disk_gib=2.0**20, model_path=None, model_config=None,
-        model_error="", has_tokenizer=True, model_weight_files=(),
+        model_error="not looked at", has_tokenizer=True, model_weight_files=(),
         parquet={file: ParquetFacts(file, 0, {}, "not looked at") for file in files}, versions={},
     )
     told, found = {p.key for p in earlier}, []
     for p in check(settings, loaded.origins, facts):
         if p.key in exported:
-            why = f"{p.why}. The settings do not carry it, and mfsdp sets it itself; do not export it for mfsdp either"
+            why = f"{p.why}. The settings do not carry it; do not export it for mfsdp either" if p.level == "error" else p.why
             found.append(replace(p, why=why, where=f"{path}:{exported[p.key].line}", level="warning"))
         elif p.code == CONFIG_INVALID and p.where != "environment" and p.key not in told and p.key not in OF_ONE_NODE:
             found.append(p)
@@ -273,7 +304,7 @@ def _portable(value, home: str):
     """Paths within the home folder as ~/…, which --config follows on another machine too."""
     if isinstance(value, list):
         return [_portable(item, home) for item in value]
-    return f"~{value[len(home):]}" if home and value is not None and value.startswith(home.rstrip("/") + "/") else value
+    return f"~{value[len(home):]}" if home and value is not None and value.startswith(home + "/") else value
 
 
 def _worth_naming(command: Command) -> bool:

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from mfsdp_cli.config import show
-from mfsdp_cli.config.load import load
-from mfsdp_cli.config.schema import SftSettings
+from mfsdp_cli.config.json_schema import json_schema
+from mfsdp_cli.config.load import dump_yaml, load
+from mfsdp_cli.config.sources import preset_files
 from mfsdp_cli.config.values import SETTINGS, coerce, kind_of, leaf_of, leaves, other_kind
+from mfsdp_cli.errors import MfsdpError
 
 PACKAGE = Path(__file__).parents[2] / "mfsdp_cli"
 # These declare, rename or print settings, so a mention there is no use.
@@ -89,7 +91,52 @@ def test_resolved_tells_value_origin_and_change():
     assert rows["optim.eps"] == {"key": "optim.eps", "value": 1e-8, "origin": "default", "changed": False}
 
 
-def test_diff():
-    other = load("sft", assignments=["optim.lr=3", "data.val_files=[x]"], environ={}).settings
-    assert show.diff(SftSettings(), other) == [{"key": "data.val_files", "a": [], "b": ["x"]}, {"key": "optim.lr", "a": 1e-5, "b": 3.0}]
-    assert show.diff(other, other) == []
+def test_compare_tells_values_and_origins_of_presets_files_and_runs(tmp_path):
+    (tmp_path / "a.yaml").write_text("data:\n  val_files: [x]\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_yaml(load("sft", assignments=["optim.lr=3"], environ={}).settings))
+    (run / "origin.json").write_text('{"optim.lr": "--lr"}')
+    a, b = str(tmp_path / "a.yaml"), str(run)
+    kind, rows = show.compare(a, b)
+    assert kind == "sft" and rows == [
+        {"key": "data.val_files", "a": ["x"], "b": [], "origin_a": f"{a}:2", "origin_b": "default"},
+        {"key": "optim.lr", "a": 1e-5, "b": 3.0, "origin_a": "default", "origin_b": "--lr"},
+    ]
+    assert show.compare(b, b) == ("sft", [])
+    rows = show.compare("sft-tiny-cpu", a)[1]
+    assert {"key": "engine.device", "a": "cpu", "b": "auto", "origin_a": "preset sft-tiny-cpu", "origin_b": "default"} in rows
+    (run / "origin.json").write_text("[]")
+    assert show.compare(a, b)[1][1]["origin_b"].startswith(str(run / "config.yaml")), "a damaged origin.json is not needed"
+
+
+def test_compare_names_what_is_not_there(tmp_path):
+    with pytest.raises(MfsdpError) as caught:
+        show.compare("grpo-tiny-cpuu", str(tmp_path))
+    first, second = caught.value.problems
+    assert (first.why, first.fix) == ("no such preset, file or run folder", "did you mean grpo-tiny-cpu?")
+    assert second.why == "a folder without config.yaml is no run folder"
+
+
+@pytest.mark.parametrize("kind", list(SETTINGS))
+def test_json_schema_takes_what_the_program_takes(kind, tmp_path):
+    jsonschema = pytest.importorskip("jsonschema", reason="the package jsonschema comes with ray")
+    import yaml
+
+    schema = json.loads(json.dumps(json_schema(kind)))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    judge = jsonschema.Draft202012Validator(schema)
+    for name, path in preset_files().items():
+        if name.startswith(kind):
+            assert list(judge.iter_errors(yaml.safe_load(path.read_text(encoding="utf-8")))) == []
+    assert list(judge.iter_errors(yaml.safe_load(dump_yaml(SETTINGS[kind]())))) == []
+    wrong = ({"optim": {"lrr": 1}}, {"optim": {"lr": "fast"}}, {"optim": {"lr": -1}}, {"data": {"truncation": "rigth"}}, {"dat": {}},
+             {"trainer": {"logger": ["swanlab"]}}, {"trainer": {"startup_timeout_s": "soon"}}, {"data": {"train_batch_size": None}})
+    for data in wrong:
+        assert list(judge.iter_errors(data)), data
+    right = ({"trainer": {"startup_timeout_s": "1h30m"}}, {"trainer": {"startup_timeout_s": 90}}, {"trainer": {"max_ckpt_to_keep": None}})
+    for data in right:
+        assert list(judge.iter_errors(data)) == [], data
+    assert schema["properties"]["optim"]["properties"]["lr_warmup_steps_ratio"] == {
+        "description": "share of all steps spent warming up", "default": leaves(kind)["optim.lr_warmup_steps_ratio"].default, "type": "number",
+        "minimum": 0.0, "maximum": 1.0}
