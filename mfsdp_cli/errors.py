@@ -46,6 +46,7 @@ class Problem:
     where  "file:line", "command line", "preset NAME", "default", "$TP"; empty when there is no origin
     code   exit code of this kind of problem
     level  "error" stops the run; "warning" and "note" are printed and the run goes on
+    rule   its name in the rule book (`mfsdp rules`), when it comes from there
     """
 
     key: str
@@ -55,6 +56,7 @@ class Problem:
     where: str = ""
     code: int = CONFIG_INVALID
     level: str = "error"
+    rule: str = ""
 
     def __post_init__(self):
         assert self.level in ("error", "warning", "note"), self.level

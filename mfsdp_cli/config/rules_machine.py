@@ -1,4 +1,4 @@
-"""Rules on the machine: GPUs, environment, packages, the model folder and the data files. See `rules`."""
+"""Rules on the machine: GPUs, environment, packages. See `rules`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mfsdp_cli.config.rules_model import uses_cuda
+from mfsdp_cli.config.rulebook import KNOWN_GOOD, numbers_of, rule
+from mfsdp_cli.config.rules_parallel import uses_cuda
 from mfsdp_cli.config.rules_rollout import joins_cluster, sampler_gpus
-from mfsdp_cli.config.values import kind_of, nearest, validates_only
-from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, Problem
+from mfsdp_cli.config.values import kind_of
+from mfsdp_cli.errors import MACHINE_UNFIT, Problem
 
-KNOWN_GOOD = {"torch": "2.11.0", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "transformers": "5.12.1"}
 TRANSFORMERS = ((5, 8, 0), (5, 12, 1))  # range that Bridge 0.6.2 declares
 KNOWN_GOOD_RAY = {"ray": "2.60.0"}
-GOLD = "reward_model.ground_truth"
-OPTIONAL = ("extra_info",)
+AMPERE = 8.0  # compute capability from which GPUs multiply bfloat16
 
 
 # --- GPUs and environment -------------------------------------------------------------------------------------------
 
 
+@rule("gpus-enough", "there is a GPU for every rank, and for samplers that are apart", "nvidia-smi, CUDA_VISIBLE_DEVICES",
+      fix="fewer ranks (--nproc), rollout.colocate=True, or engine.device=cpu")
 def gpus(s, f) -> Iterator[Problem]:
     ranks, more = s.trainer.n_gpus_per_node, sampler_gpus(s)
     if s.engine.device == "cuda" and f.num_gpus == 0:
@@ -35,22 +36,69 @@ def gpus(s, f) -> Iterator[Problem]:
         why = f"{ranks} ranks need a GPU each{samplers}, and there are {f.num_gpus}{hidden}"
         fix = "rollout.colocate=True, or fewer ranks" if more else f"--nproc {f.num_gpus}, with a TP that divides it"
         yield Problem("trainer.n_gpus_per_node", str(ranks), why, fix, code=MACHINE_UNFIT)
+
+
+@rule("bf16-gpus", "GPUs that train in bfloat16 have compute capability 8.0", "NVIDIA, CUDA programming guide, compute capabilities",
+      fix="engine.dtype=float32, or GPUs from Ampere on")
+def bfloat16_gpus(s, f) -> Iterator[Problem]:
+    least = min((c for c in f.gpu_compute_capability if c > 0), default=AMPERE)
+    if uses_cuda(s, f) and s.engine.dtype == "bfloat16" and least < AMPERE:
+        name = f.gpu_names[f.gpu_compute_capability.index(least)]
+        why = f"{name} has compute capability {least:g}, and bfloat16 needs {AMPERE:g}"
+        yield Problem("engine.dtype", "bfloat16", why, "engine.dtype=float32, or other GPUs", code=MACHINE_UNFIT)
+
+
+@rule("gpus-alike", "the GPUs that ranks use are of one kind", "the slowest and smallest of them decides", level="warning",
+      fix="CUDA_VISIBLE_DEVICES with GPUs of one kind")
+def gpus_alike(s, f) -> Iterator[Problem]:
+    kinds = dict.fromkeys(zip(f.gpu_names, f.gpu_memory_mib, strict=True))
+    if uses_cuda(s, f) and not joins_cluster(s) and len(kinds) > 1 and s.trainer.n_gpus_per_node > 1:
+        found = ", ".join(f"{name} ({mib} MiB)" for name, mib in kinds)
+        why = "every rank waits for the slowest, and has no more memory than the smallest"
+        yield Problem("trainer.n_gpus_per_node", found, why, "choose GPUs of one kind with CUDA_VISIBLE_DEVICES", level="warning")
+
+
+@rule("no-mig-ranks", "several ranks do not run on slices of a GPU", "NVIDIA MIG user guide: no communication between slices",
+      fix="--nproc 1, or whole GPUs")
+def mig(s, f) -> Iterator[Problem]:
+    ranks = s.trainer.n_gpus_per_node
+    if uses_cuda(s, f) and ranks > 1 and any(name.startswith("MIG") for name in f.gpu_names[:ranks]):
+        why = "ranks on MIG slices cannot talk to each other: NCCL has no way between slices"
+        yield Problem("trainer.n_gpus_per_node", str(ranks), why, "--nproc 1, or whole GPUs", code=MACHINE_UNFIT)
+
+
+@rule("cpu-cores", "processes on CPU have cores", "mfsdp", level="warning", fix="--nproc of at most the number of cores")
+def cpu_cores(s, f) -> Iterator[Problem]:
+    ranks = s.trainer.n_gpus_per_node
     if not uses_cuda(s, f) and ranks > 4 * f.num_cpus:
         yield Problem(
             "trainer.n_gpus_per_node", str(ranks), f"{ranks} processes on {f.num_cpus} cores will be very slow",
             f"--nproc {max(1, f.num_cpus)}", level="warning",
         )
+
+
+@rule("cpu-dtype", "on CPU the numbers are float32", "mfsdp", level="note", fix="engine.dtype=float32")
+def cpu_dtype(s, f) -> Iterator[Problem]:
     if not uses_cuda(s, f) and s.engine.dtype == "bfloat16":
         yield Problem("engine.dtype", "bfloat16", "bfloat16 is slow on CPU", "engine.dtype=float32", level="note")
 
 
+@rule("max-connections-1", "CUDA_DEVICE_MAX_CONNECTIONS is unset, or an integer above 1",
+      "megatron-bridge 0.6.2 training/config.py:1102; Megatron-LM training/arguments.py:1143; verl PR 6976", fix="unset it, or set it to 8")
 def max_connections(s, f) -> Iterator[Problem]:
+    """With one hardware queue the gathers and reductions of Megatron-FSDP run in the order of their launch, between the kernels
+    that they should run beside: the results are the same, the overlap is lost. verl's two Megatron-FSDP scripts set 1."""
     value = f.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if value is not None and value.strip() == "1":
         why = "Megatron-FSDP needs parallel hardware queues; with 1 its gathers and reductions wait for the compute"
         yield Problem("CUDA_DEVICE_MAX_CONNECTIONS", "1", why, "set it to 8, or unset it", "environment")
     elif value is not None and not (value.strip().isdecimal() and int(value) > 1):
         yield Problem("CUDA_DEVICE_MAX_CONNECTIONS", value, "not an integer above 1", "set it to 8, or unset it", "environment")
+
+
+@rule("max-connections-name", "CUDA_MAX_CONNECTIONS is not set: CUDA does not know it", "Megatron-LM issue 1724", level="warning",
+      fix="its name is CUDA_DEVICE_MAX_CONNECTIONS")
+def max_connections_name(s, f) -> Iterator[Problem]:
     if "CUDA_MAX_CONNECTIONS" in f.environ:
         yield Problem(
             "CUDA_MAX_CONNECTIONS", f.environ["CUDA_MAX_CONNECTIONS"], "CUDA does not know this variable",
@@ -58,34 +106,70 @@ def max_connections(s, f) -> Iterator[Problem]:
         )
 
 
+@rule("cuda-launch-blocking", "CUDA_LAUNCH_BLOCKING is off", "NVIDIA, CUDA programming guide, environment variables", level="warning", fix="unset it")
+def launch_blocking(s, f) -> Iterator[Problem]:
+    if uses_cuda(s, f) and f.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        why = "every kernel is waited for: nothing overlaps, and steps take several times as long"
+        yield Problem("CUDA_LAUNCH_BLOCKING", f.environ["CUDA_LAUNCH_BLOCKING"], why, "unset it, unless you look for a fault", "environment",
+                      level="warning")
+
+
 # --- packages -------------------------------------------------------------------------------------------------------
 
 
+def _needed(s) -> dict[str, str]:
+    return KNOWN_GOOD | (KNOWN_GOOD_RAY if kind_of(s) == "grpo" else {})
+
+
+@rule("packages-installed", "the packages that training needs are installed", "mfsdp's pyproject.toml", fix="scripts/install.sh")
 def packages(s, f) -> Iterator[Problem]:
-    for name, good in (KNOWN_GOOD | (KNOWN_GOOD_RAY if kind_of(s) == "grpo" else {})).items():
-        version = f.versions.get(name)
-        if version is None:
+    for name, good in _needed(s).items():
+        if f.versions.get(name) is None:
             yield Problem(
                 name, "not installed", "training needs it", f"pip install {name}=={good}, or scripts/install.sh", "environment",
                 MACHINE_UNFIT,
             )
+
+
+@rule("packages-known-good", "packages have the versions that were tried",
+      "tried here; megatron-bridge 0.6.2's metadata for transformers 5.8 to 5.12.1", level="warning", fix="scripts/install.sh")
+def package_versions(s, f) -> Iterator[Problem]:
+    """Rules that name a package hold for these versions. With a newer one what would be an error is told as a warning."""
+    for name, good in _needed(s).items():
+        version = f.versions.get(name)
+        if version is None:
             continue
-        numbers = tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3])
-        right = TRANSFORMERS[0] <= numbers <= TRANSFORMERS[1] if name == "transformers" else version.partition("+")[0] == good
+        right = TRANSFORMERS[0] <= numbers_of(version) <= TRANSFORMERS[1] if name == "transformers" else version.partition("+")[0] == good
         if not right:
             tried = "5.8 to 5.12.1" if name == "transformers" else good
             yield Problem(name, version, f"tried with {tried} only", f"pip install {name}=={good}", "environment", level="warning")
 
 
+@rule("te-whole", "an installed TransformerEngine has its part for torch", "PyPI: transformer-engine alone raises on import", level="warning",
+      fix="pip install 'transformer-engine[pytorch]'")
+def transformer_engine_is_whole(s, f) -> Iterator[Problem]:
+    """The package of that name on PyPI is a frame; `transformer-engine-torch` has the layers. A build from source (version with a +)
+    has both in one."""
+    version = f.versions.get("transformer-engine")
+    if version is not None and "+" not in version and f.versions.get("transformer-engine-torch") is None:
+        why = "without transformer-engine-torch importing it fails, and with it the start"
+        fix = "pip install 'transformer-engine[pytorch]', or pip uninstall transformer-engine"
+        yield Problem("transformer-engine", version, why, fix, "environment", level="warning")
+
+
+@rule("loggers-installed", "the packages of the loggers are installed", "mfsdp", fix="pip install the package, or leave the logger out")
 def loggers(s, f) -> Iterator[Problem]:
-    wanted = s.trainer.logger
     for name in ("wandb", "tensorboard"):
-        if name in wanted and f.versions.get(name) is None:
+        if name in s.trainer.logger and f.versions.get(name) is None:
             yield Problem(
                 "trainer.logger", name, f"the package {name} is not installed",
                 f"pip install {name}, or leave it out: metrics.jsonl is always written", code=MACHINE_UNFIT,
             )
-    if "wandb" in wanted and f.versions.get("wandb") is not None and not _wandb_ready(f.environ):
+
+
+@rule("wandb-login", "wandb can start without asking", "wandb: WANDB_API_KEY, WANDB_MODE, ~/.netrc", fix="wandb login, or WANDB_MODE=offline")
+def wandb_login(s, f) -> Iterator[Problem]:
+    if "wandb" in s.trainer.logger and f.versions.get("wandb") is not None and not _wandb_ready(f.environ):
         why = "there is no WANDB_API_KEY, no login in ~/.netrc, and WANDB_MODE is not offline"
         yield Problem("trainer.logger", "wandb", why, "wandb login, or WANDB_MODE=offline, or leave it out", code=MACHINE_UNFIT)
 
@@ -100,192 +184,3 @@ def _wandb_ready(environ) -> bool:
         return re.search(rf"\bmachine\s+{re.escape(host)}\b", file.read_text(encoding="utf-8", errors="replace")) is not None
     except OSError:
         return False
-
-
-# --- the model folder -----------------------------------------------------------------------------------------------
-
-
-def model_folder(s, f) -> Iterator[Problem]:
-    path = s.model.path
-    if not path:
-        return
-    if f.model_error:
-        yield Problem(
-            "model.path", path, f.model_error, "give a folder with config.json, tokenizer and safetensors, or a hub id", code=BAD_INPUT,
-        )
-    elif f.model_path is None:
-        why = "it is not in the local Hugging Face cache: it will be downloaded, and its shape is not checked before"
-        yield Problem("model.path", path, why, f"hf download {path}", level="note")
-    else:
-        if not f.has_tokenizer:
-            yield Problem(
-                "model.path", path, "the folder has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)",
-                "copy the tokenizer files of the model into it", code=BAD_INPUT,
-            )
-        if not f.model_weight_files:
-            yield Problem("model.path", path, "the folder has no weight files (*.safetensors)", "download the model whole", code=BAD_INPUT)
-        elif not any(name.endswith(".safetensors") for name in f.model_weight_files):
-            yield Problem(
-                "model.path", path, f"weights are read from safetensors only, and the folder has {f.model_weight_files[0]}",
-                "save the model again with save_pretrained(..., safe_serialization=True)", code=BAD_INPUT,
-            )
-
-
-# --- the data files -------------------------------------------------------------------------------------------------
-
-
-def train_rows(s, f) -> int:
-    """Training rows, as far as the files can be read."""
-    rows = sum(f.parquet[p].num_rows for p in s.data.train_files if p in f.parquet)
-    return rows if s.data.train_max_samples < 0 else min(rows, s.data.train_max_samples)
-
-
-def files_are_readable(s, f) -> bool:
-    return bool(s.data.train_files) and all(p in f.parquet and not f.parquet[p].error for p in s.data.train_files)
-
-
-def data_files(s, f) -> Iterator[Problem]:
-    for key in ("val_files",) if validates_only(s) else ("train_files", "val_files"):
-        for path in getattr(s.data, key):
-            facts = f.parquet[path]
-            if facts.error:
-                yield _bad_file(key, path, facts.error, "give the path of a parquet file; mfsdp prep-data writes them")
-                continue
-            faults = list(_column_faults(s, key, facts))
-            yield from faults
-            if not faults and facts.num_rows == 0:
-                yield _bad_file(key, path, "the file has no rows", "leave it out, or write it again")
-            elif not faults:
-                yield from _unused_columns(s, key, facts)
-
-
-def _column_faults(s, key: str, facts) -> Iterator[Problem]:
-    """Of the columns that this kind of run reads; what a footer cannot tell, such as an unknown data_source, is told by the trainer."""
-    for setting, column, judge, right in _columns(s):
-        if column not in facts.columns and column in OPTIONAL:
-            continue
-        if column not in facts.columns:
-            near = nearest(column, list(facts.columns)) if setting else None
-            fix = f"{setting}={near}" if near else f"{setting}, or {_rewrite(s)}" if setting else _rewrite(s)
-            yield _bad_file(key, facts.path, f"there is no column {column}; columns: {', '.join(facts.columns)}", fix)
-        elif wrong := judge(facts.columns[column]):
-            fix = f"it must be {right}; {_rewrite(s)}"
-            yield _bad_file(key, facts.path, f"column {column} is {facts.columns[column]}: {wrong}", fix)
-    all_rows = getattr(s.data, key.replace("files", "max_samples")) < 0  # else the nulls may be in rows that are not read
-    for name in ("data_source", GOLD) if kind_of(s) == "grpo" and all_rows else ():
-        if facts.nulls.get(name):
-            yield _bad_file(key, facts.path, f"{name} is null in {facts.nulls[name]} of {facts.num_rows} rows", _rewrite(s))
-
-
-def _columns(s) -> list[tuple]:
-    """(setting that names it or "", column, judge of its type, the right type) of each column that is read."""
-    chat = "list<struct<role: string, content: string>>"
-    if kind_of(s) == "sft":
-        return [("data.messages_key", s.data.messages_key, chat_type_problem, chat)]
-    return [
-        ("data.prompt_key", s.data.prompt_key, chat_type_problem, chat),
-        ("", "data_source", text_type_problem, "string"),
-        ("", "reward_model", gold_type_problem, "struct<ground_truth: string, …>"),
-        ("", "extra_info", struct_type_problem, "struct<…>"),
-    ]
-
-
-def _unused_columns(s, key: str, facts) -> Iterator[Problem]:
-    unused = {"tools": "tool schemas are not rendered"}
-    if kind_of(s) == "grpo":
-        unused |= {"images": "models here read text", "videos": "models here read text"}
-    for column, why in unused.items():
-        if column in facts.columns:
-            yield _bad_file(
-                key, facts.path, f"its column {column} is not used: {why}", "nothing to do, if no chat needs it", level="warning",
-            )
-
-
-def _rewrite(s) -> str:
-    return "mfsdp prep-data messages rewrites it" + (" with --for rl" if kind_of(s) == "grpo" else "")
-
-
-def same_schema(s, f) -> Iterator[Problem]:
-    """One data set is made of all training files, so their chats must have one type."""
-    first, (_, column, *_) = None, _columns(s)[0]
-    for path in () if validates_only(s) else s.data.train_files:
-        kind = f.parquet[path].columns.get(column)
-        if f.parquet[path].error or kind is None or chat_type_problem(kind):
-            continue
-        kind = _normal(kind)
-        if first is not None and kind != first[1]:
-            yield _bad_file("train_files", path, f"column {column} is {kind}, but {first[1]} in {first[0]}", _rewrite(s))
-        first = first or (path, kind)
-
-
-def validation_is_apart(s, f) -> Iterator[Problem]:
-    for path in s.data.val_files:
-        if path in s.data.train_files and not validates_only(s):
-            yield _bad_file(
-                "val_files", path, "the same file is trained on, so validation tells nothing", "give another file", level="warning",
-            )
-
-
-def _bad_file(key: str, path: str, why: str, fix: str, level: str = "error") -> Problem:
-    return Problem(f"data.{key}", path, why, fix, code=BAD_INPUT, level=level)
-
-
-def _normal(kind: str) -> str:
-    """pyarrow's word for a type, without the differences that change nothing: large types, name of the element, nullability."""
-    return re.sub(r"^list<\w+: ", "list<", kind.replace(" not null", "").replace("large_", ""))
-
-
-def chat_type_problem(kind: str) -> str:
-    """Why a column of this pyarrow type cannot hold chats; empty when it can.
-
-    >>> chat_type_problem("list<element: struct<role: string, content: string>>")
-    ''
-    """
-    match = re.fullmatch(r"list<struct<(.*)>>", _normal(kind))
-    if match is None:
-        return "not a list of structs" + (" (JSON as text?)" if _normal(kind) == "string" else "")
-    fields = _top_level_fields(match[1])
-    for name in ("role", "content"):
-        if name not in fields:
-            return f"its struct has no field {name}"
-        if fields[name] != "string":
-            return f"its field {name} is {fields[name]}, not text"
-    return ""
-
-
-def text_type_problem(kind: str) -> str:
-    return "" if _normal(kind) == "string" else "not text"
-
-
-def gold_type_problem(kind: str) -> str:
-    """Why a column of this type cannot hold gold answers; empty when it can.
-
-    >>> gold_type_problem("struct<style: string, ground_truth: string>")
-    ''
-    """
-    match = re.fullmatch(r"struct<(.*)>", _normal(kind))
-    if match is None:
-        return "not a struct"
-    found = _top_level_fields(match[1]).get("ground_truth")
-    if found is None:
-        return "it has no field ground_truth"
-    return "" if re.fullmatch(r"string|u?int\d+|float|double", found) else f"its field ground_truth is {found}, not text"
-
-
-def struct_type_problem(kind: str) -> str:
-    return "" if kind == "null" or _normal(kind).startswith("struct<") else "not a struct"
-
-
-def _top_level_fields(inside: str) -> dict[str, str]:
-    """Fields of `a: string, b: struct<c: int64, d: int64>`: name -> type."""
-    fields, depth, start = {}, 0, 0
-    for i, letter in enumerate(inside + ","):
-        depth += (letter == "<") - (letter == ">")
-        if letter == "," and depth == 0:
-            name, _, kind = inside[start:i].strip().partition(": ")
-            fields[name] = kind
-            start = i + 1
-    return fields
-
-
-RULES = (gpus, max_connections, packages, loggers, model_folder, data_files, same_schema, validation_is_apart)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from mfsdp_cli.config.rulebook import rule
 from mfsdp_cli.config.values import as_text, nearest
 from mfsdp_cli.errors import Problem
 
@@ -51,53 +52,118 @@ OURS = {
     ),
 }
 
-# Fields that fail, or lose something in silence, with Megatron-FSDP. The values are those that leave the feature off.
-REFUSED = {
-    "gradient_accumulation_fusion": ((False,), "with Megatron-FSDP it needs TransformerEngine 2.10, and may overwrite gradients"),
-    "fp8": ((None,), "with fp8 weights load without a check of names, and its state is left out of DTensor checkpoints"),
-    "fp8_param": ((False,), "it goes with fp8, which is not supported with Megatron-FSDP here"),
-    "fp4": ((None,), "Megatron-FSDP has no code for it"),
-    "fp4_param": ((False,), "Megatron-FSDP has no code for it"),
-    "cuda_graph_impl": (("none",), "Megatron-FSDP needs further settings with CUDA graphs, which nothing here makes"),
-    "enable_cuda_graph": ((False,), "Megatron-FSDP needs further settings with CUDA graphs, which nothing here makes"),
-    "external_cuda_graph": ((False,), "Megatron-FSDP needs further settings with CUDA graphs, which nothing here makes"),
-    "overlap_moe_expert_parallel_comm": ((False,), "it forbids what Megatron-FSDP does with its buffers"),
-    "moe_single_grouped_weight": ((False,), "Megatron-LM refuses it with Megatron-FSDP"),
-    "moe_single_grouped_bias": ((False,), "Megatron-LM refuses it with Megatron-FSDP"),
-    "hybrid_context_parallel": ((False,), "Megatron-LM refuses it with Megatron-FSDP"),
-    "virtual_pipeline_model_parallel_size": ((None,), "it needs pipeline stages, which Megatron-FSDP has not"),
-    "delay_wgrad_compute": ((False,), "Megatron-FSDP never reads it"),
-    "cpu_offloading": ((False,), "it has not been tried with Megatron-FSDP"),
+# Fields that fail, or lose something in silence, with Megatron-FSDP: rule -> (what it demands, source, why, {field: values that leave
+# the feature off}).
+FSDP = "megatron-core 0.19.2 distributed/fsdp/"
+REFUSED_BY_RULE = {
+    "grad-accum-fusion": (
+        "gradient accumulation is not fused", FSDP + "mcore_fsdp_adapter.py:146-150, src/megatron_fsdp/megatron_fsdp.py:508-511; "
+        "Megatron-Bridge PR 1386; Megatron-LM PR 3729",
+        "with Megatron-FSDP it needs TransformerEngine 2.10, and may overwrite gradients", {"gradient_accumulation_fusion": (False,)}),
+    "fp8": (
+        "weights are not kept in fp8", FSDP + "mcore_fsdp_adapter.py:245-258; transformer/fsdp_dtensor_checkpoint.py:567-575",
+        "with fp8 weights load without a check of names, and its state is left out of DTensor checkpoints",
+        {"fp8": (None,), "fp8_param": (False,)}),
+    "fp4": (
+        "weights are not kept in fp4", FSDP + "src/megatron_fsdp (no code for it)", "Megatron-FSDP has no code for it",
+        {"fp4": (None,), "fp4_param": (False,)}),
+    "cuda-graphs": (
+        "CUDA graphs are off", FSDP + "mcore_fsdp_adapter.py:173-178; Megatron-LM training/training.py:2003-2012",
+        "Megatron-FSDP needs further settings with CUDA graphs, which nothing here makes",
+        {"cuda_graph_impl": ("none",), "enable_cuda_graph": (False,), "external_cuda_graph": (False,)}),
+    "ep-overlap": (
+        "traffic of experts is not overlapped by Megatron's schedule", FSDP + "mcore_fsdp_adapter.py:168-196",
+        "it forbids what Megatron-FSDP does with its buffers",
+        {"overlap_moe_expert_parallel_comm": (False,), "overlap_dispatch_backward_with_experts_wgrad": (False,)}),
+    "moe-grouped-single": (
+        "experts have weights of their own", "Megatron-LM training/arguments.py:1115-1125", "Megatron-LM refuses it with Megatron-FSDP",
+        {"moe_single_grouped_weight": (False,), "moe_single_grouped_bias": (False,)}),
+    "dynamic-cp": (
+        "context parallelism does not change with the batch", "Megatron-LM training/arguments.py:1407",
+        "Megatron-LM refuses it with Megatron-FSDP", {"hybrid_context_parallel": (False,)}),
+    "vpp-needs-pp": (
+        "there are no virtual pipeline stages", "megatron-core 0.19.2 parallel_state.py:829; megatron-bridge 0.6.2 training/checkpointing.py:2083",
+        "it needs pipeline stages, which Megatron-FSDP has not", {"virtual_pipeline_model_parallel_size": (None,)}),
+    "ignored-ddp-fields": (
+        "no field is set that Megatron-FSDP never reads", FSDP + "mcore_fsdp_adapter.py and src/megatron_fsdp (no use of it)",
+        "Megatron-FSDP never reads it", {"delay_wgrad_compute": (False,)}),
+    "activation-offload": (
+        "activations stay on the GPU", "mfsdp", "it has not been tried with Megatron-FSDP",
+        {"cpu_offloading": (False,), "fine_grained_activation_offloading": (False,)}),
+    "honest-routing": (
+        "experts are chosen by the router, and no token is dropped", "megatron-core 0.19.2 transformer/moe/moe_utils.py",
+        "it is for benchmarks, or drops tokens: the model would be another one",
+        {"moe_router_force_load_balancing": (False,), "moe_router_force_biased": (None,), "moe_token_dropping": (False,),
+         "moe_expert_capacity_factor": (None,)}),
 }
+REFUSED = {name: off for _, _, _, fields in REFUSED_BY_RULE.values() for name, off in fields.items()}
 
 
-def override_transformer_config(s, f) -> Iterator[Problem]:
-    legal = transformer_config_fields(f.versions.get("megatron-core"))
+def _given(s) -> Iterator[tuple[str, object, str]]:
+    """(field, value, dotted key). verl's own default file writes recompute_granularity: null and the like, which says the same as
+    recompute: none and is passed over."""
     for name, value in s.engine.override_transformer_config.items():
-        # verl's own default file writes recompute_granularity: null and the like, which says the same as recompute: none.
-        no_recompute = name.startswith("recompute_") and value in (None, ["core_attn"]) and s.engine.recompute == "none"
-        if not no_recompute:
-            yield from _one(name, value, legal)
+        if not (name.startswith("recompute_") and value in (None, ["core_attn"]) and s.engine.recompute == "none"):
+            yield name, value, f"{SECTION}.{name}"
 
 
-def _one(name: str, value, legal: dict[str, str]) -> Iterator[Problem]:
-    key, found = f"{SECTION}.{name}", as_text(value)
-    reason = next((why for why, names in OURS.items() if name in names), None)
-    off = REFUSED.get(name, ((), ""))[0]
-    if name in OWN_SETTING:
-        yield Problem(key, found, f"this follows {OWN_SETTING[name]}", f"set {OWN_SETTING[name]} instead")
-    elif reason is not None:
-        yield Problem(key, found, f"the program sets this: {reason}", "leave it out")
-    elif name in REFUSED:
-        if not any(value == v and type(value) is type(v) for v in off):
-            yield Problem(key, found, REFUSED[name][1], f"{key}={as_text(off[0])}, or leave it out")
-    elif legal and name not in legal:
-        near = nearest(name, list(legal))
-        yield Problem(key, found, "Megatron's TransformerConfig has no such field", f"did you mean {near}?" if near else "leave it out")
-    elif name == "attention_backend" and value not in ATTENTION_BACKENDS:
-        yield Problem(key, found, "no such attention backend", f"write one of: {', '.join(ATTENTION_BACKENDS)}")
-    elif legal and not _fits(value, legal[name]):
-        yield Problem(key, found, f"it does not fit TransformerConfig.{name}: {legal[name]}", f"write {legal[name]}")
+def _legal(f) -> dict[str, str]:
+    return transformer_config_fields(f.versions.get("megatron-core"))
+
+
+def _reason(name: str) -> str | None:
+    return next((why for why, names in OURS.items() if name in names), None)
+
+
+@rule("override-own-setting", "what has a setting of its own is set there", "mfsdp", fix="the setting that the message names")
+def override_of_a_setting(s, f) -> Iterator[Problem]:
+    for name, value, key in _given(s):
+        if name in OWN_SETTING:
+            yield Problem(key, as_text(value), f"this follows {OWN_SETTING[name]}", f"set {OWN_SETTING[name]} instead")
+
+
+@rule("override-ours", "what the program must decide itself is left to it", "mfsdp; megatron-core 0.19.2 src/megatron_fsdp/megatron_fsdp.py:370-373 "
+      "(per-token loss)", fix="leave the field out")
+def override_of_ours(s, f) -> Iterator[Problem]:
+    for name, value, key in _given(s):
+        if reason := _reason(name):
+            yield Problem(key, as_text(value), f"the program sets this: {reason}", "leave it out")
+
+
+def _refuse(why: str, fields: dict[str, tuple]):
+    def refused(s, f) -> Iterator[Problem]:
+        for name, value, key in _given(s):
+            off = fields.get(name)
+            if off is not None and not any(value == v and type(value) is type(v) for v in off):
+                yield Problem(key, as_text(value), why, f"{key}={as_text(off[0])}, or leave it out")
+    return refused
+
+
+for _id, (_demand, _source, _why, _fields) in REFUSED_BY_RULE.items():
+    rule(_id, _demand, _source, fix=f"leave {', '.join(_fields)} out")(_refuse(_why, _fields))
+
+
+@rule("override-known-field", "every field exists in the installed TransformerConfig", "megatron-core, transformer/transformer_config.py as installed",
+      fix="the name that the message suggests")
+def override_known(s, f) -> Iterator[Problem]:
+    legal = _legal(f)
+    for name, value, key in _given(s):
+        if legal and name not in legal and not (name in OWN_SETTING or _reason(name) or name in REFUSED):
+            near = nearest(name, list(legal))
+            fix = f"did you mean {near}?" if near else "leave it out"
+            yield Problem(key, as_text(value), "Megatron's TransformerConfig has no such field", fix)
+
+
+@rule("override-fits", "every value fits its field", "megatron-core, transformer/transformer_config.py as installed", fix="a value of the field's type")
+def override_fits(s, f) -> Iterator[Problem]:
+    legal = _legal(f)
+    for name, value, key in _given(s):
+        if name in OWN_SETTING or _reason(name) or name in REFUSED:
+            continue
+        if name == "attention_backend" and value not in ATTENTION_BACKENDS:
+            yield Problem(key, as_text(value), "no such attention backend", f"write one of: {', '.join(ATTENTION_BACKENDS)}")
+        elif name != "attention_backend" and name in legal and not _fits(value, legal[name]):
+            yield Problem(key, as_text(value), f"it does not fit TransformerConfig.{name}: {legal[name]}", f"write {legal[name]}")
 
 
 def _fits(value, annotation: str) -> bool:
@@ -132,6 +198,3 @@ def transformer_config_fields(version: str | None) -> dict[str, str]:
         body = next((n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), [])
         found |= {n.target.id: ast.unparse(n.annotation) for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     return found
-
-
-RULES = (override_transformer_config,)

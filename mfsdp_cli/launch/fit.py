@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.config.rules_grpo import uses_reference
-from mfsdp_cli.config.rules_model import shape_of, workable_tp
+from mfsdp_cli.config.rules_model import shape_of
+from mfsdp_cli.config.rules_parallel import workable_tp
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import MACHINE_UNFIT, Problem
 from mfsdp_cli.launch import memory

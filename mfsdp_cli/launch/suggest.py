@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from mfsdp_cli.config.load import load
 from mfsdp_cli.config.rules import check
-from mfsdp_cli.config.rules_model import shape_of, workable_tp, world_size
+from mfsdp_cli.config.rules_model import shape_of
+from mfsdp_cli.config.rules_parallel import workable_tp, world_size
 from mfsdp_cli.config.rules_rollout import sampler_gpus
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.config.schema_grpo import GrpoSettings

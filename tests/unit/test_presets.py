@@ -47,7 +47,7 @@ def test_gsm8k_preset_passes_every_rule_on_8_gpus():
     loaded = load("sft", preset=SFT, environ={})
     parquet = {p: ParquetFacts(p, rows, {"messages": CHAT}) for p,
         rows in (("data/gsm8k/train.parquet", 7473), ("data/gsm8k/test.parquet", 1319))}
-    assert check(loaded.settings, loaded.origins, make_facts(parquet=parquet)) == []
+    assert [p for p in check(loaded.settings, loaded.origins, make_facts(parquet=parquet)) if p.level != "note"] == []
 
 
 def test_tiny_preset_passes_every_rule_on_two_cores():
@@ -55,7 +55,7 @@ def test_tiny_preset_passes_every_rule_on_two_cores():
     tiny = LLAMA | {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000}
     facts = make_facts(num_gpus=0, num_cpus=2, model_config=tiny,
         parquet={"a.parquet": ParquetFacts("a.parquet", 2000, {"messages": CHAT})})
-    assert check(loaded.settings, loaded.origins, facts) == []
+    assert [p for p in check(loaded.settings, loaded.origins, facts) if p.level != "note"] == []
 
 
 def test_grpo_preset_is_the_specification():
@@ -80,8 +80,8 @@ def test_grpo_presets_pass_every_rule():
     loaded = load("grpo", preset=GRPO, environ={})
     files = loaded.settings.data.train_files + loaded.settings.data.val_files
     facts = make_facts(parquet={p: ParquetFacts(p, 7500, dict(PROMPT)) for p in files})
-    assert check(loaded.settings, loaded.origins, facts) == []
+    assert [p for p in check(loaded.settings, loaded.origins, facts) if p.level != "note"] == []
     loaded = load("grpo", preset=GRPO_TINY, environ={}, flags={"model": "tiny", "train_files": ["a.parquet"]})
     tiny = LLAMA | {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000}
     facts = make_facts(num_gpus=0, num_cpus=2, model_config=tiny, parquet={"a.parquet": ParquetFacts("a.parquet", 2000, dict(PROMPT))})
-    assert check(loaded.settings, loaded.origins, facts) == []
+    assert [p for p in check(loaded.settings, loaded.origins, facts) if p.level != "note"] == []

@@ -11,7 +11,7 @@ from mfsdp_cli.launch.facts import ParquetFacts
 
 
 def test_the_reference_run_is_in_order():
-    assert check(make_settings(), {}, make_facts()) == []
+    assert passes() and [p.rule for p in problems(level="note")] == ["max-connections-tp-cp"]
 
 
 def test_the_origin_is_told():

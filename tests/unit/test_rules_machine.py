@@ -1,7 +1,7 @@
 import pytest
 from facts_for_tests import CHAT, VERSIONS, make_facts, only, passes, problems
 
-from mfsdp_cli.config.rules_machine import chat_type_problem
+from mfsdp_cli.config.rules_files import chat_type_problem
 from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, MACHINE_UNFIT
 from mfsdp_cli.launch.facts import ParquetFacts
 

@@ -167,7 +167,7 @@ def test_the_driver_goes_by_what_it_sees():
 
 
 def test_a_variable_of_verls_scripts_is_noted():
-    assert only(grpo_facts(environ={"VLLM_USE_V1": "1"}), level="note").where == "environment"
+    assert only(grpo_facts(environ={"VLLM_USE_V1": "1"}), level="note", rule="vllm-v1-variable").where == "environment"
 
 
 # --- the way of the weights -----------------------------------------------------------------------------------------
