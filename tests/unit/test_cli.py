@@ -84,7 +84,7 @@ def test_help_and_bare_call_name_every_command_and_exit_code(mfsdp):
 
 def test_every_command_has_help_with_an_example_and_documented_options():
     found = dict(commands())
-    assert set(found) == {("prep-data",), ("sft",), ("grpo",), ("samples",), ("ckpt", "inspect"), ("ckpt", "export-hf"),
+    assert set(found) == {("prep-data",), ("doctor",), ("sft",), ("grpo",), ("samples",), ("ckpt", "inspect"), ("ckpt", "export-hf"),
                           ("config", "show"), ("config", "diff"), ("config", "schema"), ("config", "presets")}
     for name, command in found.items():
         assert command.help and not command.help.splitlines()[0].endswith("."), name
@@ -428,7 +428,7 @@ def test_config_show_tells_problems(mfsdp):
 def test_config_diff_and_presets(mfsdp, tmp_path):
     (tmp_path / "a.yaml").write_text("optim: {lr: 1.0e-3}\n")
     (tmp_path / "b.yaml").write_text("optim: {lr: 2.0e-3}\n")
-    assert mfsdp("config", "diff", "a.yaml", "b.yaml", cwd=tmp_path).stdout == "optim.lr: 0.001 -> 0.002\n"
+    assert mfsdp("config", "diff", "a.yaml", "b.yaml", cwd=tmp_path).stdout == "optim.lr: 0.001 -> 0.002  # a.yaml:1 -> b.yaml:1\n"
     assert mfsdp("config", "diff", "a.yaml", "c.yaml", cwd=tmp_path).returncode == 3
     names = [row["name"] for row in json.loads(mfsdp("config", "presets", "--json").stdout)["presets"]]
     assert "sft-tiny-cpu" in names and "sft-gsm8k-qwen2.5-math-7b" in names
@@ -448,7 +448,7 @@ def test_config_knows_both_kinds(mfsdp, inputs):
     (inputs / "c.yaml").write_text(done.stdout)
     assert mfsdp("config", "show", "--config", "c.yaml", cwd=inputs).stdout == done.stdout and "rollout.n: 8" in done.stdout
     (inputs / "d.yaml").write_text(done.stdout.replace("rollout.n: 8", "rollout.n: 4"))
-    assert mfsdp("config", "diff", "c.yaml", "d.yaml", cwd=inputs).stdout == "rollout.n: 8 -> 4\n"
+    assert mfsdp("config", "diff", "c.yaml", "d.yaml", cwd=inputs).stdout.startswith("rollout.n: 8 -> 4  # c.yaml:")
     done = mfsdp("config", "diff", "grpo-tiny-cpu", "sft-tiny-cpu")
     assert done.returncode == 2 and "two kinds of run" in done.stderr
     kinds = {row["name"]: row["kind"] for row in json.loads(mfsdp("config", "presets", "--json").stdout)["presets"]}
