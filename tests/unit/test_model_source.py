@@ -1,11 +1,10 @@
 """A model that is a checkpoint of ours: found, judged and told before a launch, and never another step than the one that was judged."""
 
-import json
-import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from facts_for_tests import make_settings
+from facts_for_tests import make_facts, make_settings, only, problems
 from grpo_for_tests import grpo_settings
 from inputs_for_tests import write_checkpoint, write_model
 
@@ -99,3 +98,30 @@ def test_a_resume_that_the_ranks_would_refuse_is_told_before(tmp_path):
         assert "509 rows, which 4 ranks cannot share evenly" in found[1].why and found[1].fix == "use the 1 that the checkpoint was made with"
         settings.engine.tensor_model_parallel_size, settings.checkpoint.load_contents = 1, ["model"]
         assert folder_problems(Path(settings.trainer.output_dir), settings, {}) == []
+
+
+# ---------------------------------------------------------------- rules
+
+
+def test_what_is_wrong_with_it_is_told_with_its_own_fix(tmp_path):
+    step = write_checkpoint(tmp_path / "run", 3)
+    (step.parent / "latest").write_text("step_000009\n")
+    wrong = facts_of(step / "huggingface")
+    problem = only(replace(make_facts(), model_path=None, model_config=None, model_error=wrong.model_error, model_fix=wrong.model_fix))
+    assert (problem.key, problem.fix, problem.code) == ("model.path", f"give the checkpoint itself: {step}", BAD_INPUT)
+    right = facts_of(tmp_path / "run")
+    chosen = replace(make_facts(), model_source=right.model_source, model_weight_files=right.model_weight_files, model_warnings=right.model_warnings)
+    assert problems(chosen, engine__tensor_model_parallel_size=1) == [], "weights that are no safetensors are those of a checkpoint"
+    problem = only(chosen, level="warning")
+    assert problem.key == "model.path" and "step_000003, the newest complete one, is used" in problem.why
+
+
+def test_tp_divides_the_rows_that_a_checkpoint_fixes():
+    """Qwen2.5-Math-7B on 8 ranks may have TP 1, 2 or 4; of a folder's 152,066 rows TP 4 would be padded, those of a checkpoint stay."""
+    source = ModelSource(Path("c/huggingface"), Path("c"), 152066)
+    problem = only(replace(make_facts(), model_source=source))
+    assert (problem.key, problem.found, problem.code) == ("engine.tensor_model_parallel_size", "4", CONFIG_INVALID)
+    assert "model.path is a checkpoint with 152066 rows" in problem.why
+    assert problem.fix == "TP values that work: 1, 2; or give its export: mfsdp ckpt export-hf c -o DIR"
+    assert problems(replace(make_facts(), model_source=source), engine__tensor_model_parallel_size=2) == []
+    assert "ref.path is a checkpoint" in only(replace(make_facts(), reference_source=source)).why
