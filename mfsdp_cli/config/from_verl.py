@@ -75,7 +75,8 @@ def convert(path: str, arguments: list[str] | None = None, variables: Iterable[s
     Raises MfsdpError when the file cannot be read or starts no trainer of verl's. Every other fault is in `.problems`.
     """
     home = environ.get("HOME", "").rstrip("/")
-    script = read_script(_read(path), ({"HOME": home} if home else {}) | _variables(variables), arguments)
+    known = ({"HOME": home} if home else {}) | _variables(variables)
+    script = read_script(_read(path), known, arguments)
     launches = [(c, found) for c in script.commands if (found := _trainer(c)) is not None]
     if not launches:
         raise MfsdpError([_no_launch(path, script), *_faults(path, script)])
@@ -150,7 +151,7 @@ def _no_launch(path: str, script: Script) -> Problem:
 
 
 def _faults(path: str, script: Script) -> list[Problem]:
-    faults = [Problem("shell", "", f"{why}; nothing behind this line was read", "correct the script", f"{path}:{line}")
+    faults = [Problem("shell", "", f"{why}; nothing behind this line was read", "correct the script", f"{path}:{line}", BAD_INPUT)
               for line, why in script.faults]
     return faults + [Problem("shell", "", why, "", f"{path}:{line}", level="warning") for line, why in script.notes]
 
