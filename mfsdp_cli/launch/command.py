@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 MODULES = {"sft": "mfsdp_cli.train.sft", "grpo": "mfsdp_cli.train.grpo"}
 DEFAULT_MAX_CONNECTIONS = 8  # CUDA's own default; Megatron-FSDP overlaps gathers with compute only above 1
 # vLLM: symmetric memory in all-reduce fails on some hosts (verl's scripts turn it off too), its FlashInfer sampler compiles at the
-# first request, and neither it nor Ray needs to tell anyone that they are used.
+# first request, and neither it nor Ray needs to tell anyone that they are used. With its engine in the sampler's own process nothing
+# is serialized on the way to it, which handles of GPU memory cannot be.
 SAMPLING_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",

@@ -2,18 +2,12 @@
 
 The engine is vLLM's synchronous `LLM`. What verl calls rollout mode "async" is here the actor around the sampler: the driver hands it
 a whole batch and waits for it when it pleases, so that an AsyncLLM would add a process or two and 30 to 60 s of start-up, for the single
-requests, pauses and aborts that nobody asks for. Weights arrive as a path, which works whether the engine's workers are in this process
-(VLLM_ENABLE_V1_MULTIPROCESSING=0, one GPU) or in their own (tensor parallelism), where tensors as arguments would not.
+requests, pauses and aborts that nobody asks for. Weights come as a folder (`update_weights`: any device) or by vLLM's own transfer from
+GPU to GPU (`begin_update`, `receive`, `end_update`).
 
-Environment, set by whoever starts this process, since vLLM reads most of it at import:
-    VLLM_ENABLE_V1_MULTIPROCESSING=0    the engine in this process: no further processes unless there is tensor parallelism
-    VLLM_LOGGING_LEVEL=WARNING          one line a problem instead of hundreds
-    HF_HUB_OFFLINE=1                    the model is a local folder: no look-ups
-    VLLM_USE_FLASHINFER_SAMPLER=0       on GPU: that sampler, which needs compiling, is not used for seeded requests anyway
-    VLLM_WORKER_MULTIPROC_METHOD=spawn  on GPU with tensor parallelism: this process may have touched CUDA
-    VLLM_ALLREDUCE_USE_SYMM_MEM=0       on GPU with tensor parallelism
-    TORCH_COMPILE_DISABLE=1             on CPU: start-up takes 2 s instead of 11 to 17
-    OMP_NUM_THREADS=1                   on CPU: threads that wait by spinning cost up to five times the time on a busy machine
+`launch.command` sets what vLLM reads from the environment at import, above all VLLM_ENABLE_V1_MULTIPROCESSING=0: the engine in this
+process. By hand on CPU, TORCH_COMPILE_DISABLE=1 (start-up of 2 s instead of 11 to 17) and OMP_NUM_THREADS=1 (threads that wait by
+spinning cost up to five times the time on a busy machine) are worth their while.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def test_a8c_grpo_never_leaves_max_connections_unset(capability, inherited, set_
     added = environment(grpo_settings(), grpo_facts(environ=environ, gpu_compute_capability=(capability,) * 8))
     assert added == {
         "CUDA_DEVICE_MAX_CONNECTIONS": set_to, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_agent_register_timeout_ms": "120000",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000",
     }
 
 
