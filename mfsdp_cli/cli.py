@@ -129,10 +129,38 @@ def ckpt_export_hf(
     return code
 
 
+@app.command()
+def doctor(
+    output: Annotated[str, typer.Option("--output", help="Where runs will be written: its disk is looked at")] = "runs",
+    nnodes: Annotated[int, typer.Option("--nnodes", min=1, help="Nodes of the runs to come")] = 1,
+    ray_address: Annotated[Optional[str], typer.Option("--ray-address", help="Ask this Ray cluster too; default: $RAY_ADDRESS")] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Also import torch, TransformerEngine and vLLM, each in a process")] = False,
+    json: Json = False,
+) -> int:
+    """Look at this machine: versions, GPUs, driver, network, disk, and what does not fit
+
+    \b
+    Examples:
+      mfsdp doctor
+      mfsdp doctor --deep && mfsdp sft --config run.yaml
+      mfsdp doctor --nnodes 2 --ray-address auto --json
+
+    Takes a second, since nothing is imported; --deep takes up to a minute. Exits with 4 when runs would fail here.
+    """
+    from mfsdp_cli.launch import doctor as clinic
+
+    checks = clinic.doctor(os.environ, folder=output, nnodes=nnodes, ray_address=ray_address, deep=deep)
+    if clinic.exit_code(checks) != OK:
+        print_stderr(f"error: {clinic.verdict(checks)}")
+    Console(json=json).product(clinic.as_lines(checks), clinic.as_data(checks))
+    return clinic.exit_code(checks)
+
+
 for command in (cli_train.sft, cli_train.grpo, cli_train.samples):
     app.command(no_args_is_help=True)(command)
 app.add_typer(ckpt, name="ckpt")
 app.add_typer(cli_config.app, name="config")
+app.command()(cli_config.rules)
 
 
 def main() -> None:
