@@ -1,4 +1,4 @@
-"""`mfsdp config`: settings as they resolve, and what settings there are. Imported by `cli`; the data comes from `config.show`."""
+"""`mfsdp config`: settings as they resolve, and what settings there are; `mfsdp rules`. Imported by `cli`; the data comes from `config.show`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from mfsdp_cli.errors import OK, exit_code_of
-from mfsdp_cli.options import STYLE, Assignments, Config, Json, Kind, NoColor, Preset, Quiet, complete_preset
+from mfsdp_cli.options import STYLE, Assignments, Config, Json, Kind, NoColor, Preset, Quiet, complete_preset, complete_rule
 from mfsdp_cli.output import Console
 
 app = typer.Typer(help="Show settings, compare them, list keys and presets", no_args_is_help=True, **STYLE)
@@ -145,6 +145,29 @@ def from_verl(
     console.product(result.text.removesuffix("\n") if out is None else out,
                     {"ok": result.exit_code == OK, "exit_code": result.exit_code, "written": out, **result.to_dict()})
     return result.exit_code
+
+
+def rules(
+    id: Annotated[Optional[str], typer.Argument(metavar="[ID]", help="Explain this one", autocompletion=complete_rule)] = None,
+    kind: Kind = None,
+    json: Json = False,
+) -> int:
+    """List the rules that a run must keep, or explain one
+
+    \b
+    Examples:
+      mfsdp rules
+      mfsdp rules tp-divides-model
+      mfsdp rules --kind grpo --json
+
+    mfsdp sft --dry-run and mfsdp grpo --dry-run judge by them; a problem names its rule in brackets.
+    """
+    from mfsdp_cli.config import rulebook
+
+    chosen = [r for r in ([rulebook.find(id)] if id else rulebook.book()) if kind is None or kind in r.kinds]
+    lines = rulebook.explain(chosen[0]) if id and chosen else rulebook.table(chosen)
+    Console(json=json).product(lines, {"ok": True, "exit_code": OK, "rules": [r.to_dict() for r in chosen]})
+    return OK
 
 
 def _yaml(value) -> str:

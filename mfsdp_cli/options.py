@@ -23,6 +23,12 @@ def complete_key(ctx: typer.Context, incomplete: str) -> list[str]:
     return [f"{key}=" for key in dict.fromkeys(key for kind in _kinds(ctx) for key in leaves(kind)) if key.startswith(incomplete)]
 
 
+def complete_rule(incomplete: str) -> list[str]:
+    from mfsdp_cli.config.rulebook import book
+
+    return [rule.id for rule in book() if rule.id.startswith(incomplete)]
+
+
 def _kinds(ctx: typer.Context) -> list[str]:
     """What the command is about: its own kind of run, or all."""
     from mfsdp_cli.config.values import SETTINGS

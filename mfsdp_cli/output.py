@@ -24,6 +24,7 @@ from mfsdp_cli.errors import Problem
 JSON_SCHEMA = 1
 STEP_LINE = re.compile(r"step (\d+)/(\d+) (?=loss |reward )")  # a line with val_loss is a status line: rare, and no step done
 STYLES = {"error": "\033[1;31m", "warning": "\033[1;33m", "note": "\033[1;36m", "hint": "\033[1;36m"}
+DIM, RESET = "\033[2m", "\033[0m"
 FIRST_STEPS = 10  # shown one by one where there is no bar, then every STEP_INTERVAL-th
 STEP_INTERVAL = 10
 LONGEST_SILENCE_S = 60.0
@@ -67,22 +68,24 @@ class Console:
 
 
 def format_problems(problems: list[Problem], hint: str = "", color: bool = False) -> str:
-    """Errors, then warnings, then notes: origin, key and value on one line, the reason and the way out below."""
+    """Errors, then warnings, then notes: origin, key, value and rule on one line, the reason and the way out below."""
     parts = []
     for level in ("error", "warning", "note"):
         batch = [p for p in problems if p.level == level]
         if batch:
             count = "1 problem" if len(batch) == 1 else f"{len(batch)} problems"
             title = f"{_styled(level, color)} {count}{_common_file(batch)}" if level == "error" else _styled(level, color)
-            parts.append("\n".join([title, "", *(_problem_lines(p) for p in batch)]))
+            parts.append("\n".join([title, "", *(_problem_lines(p, color) for p in batch)]))
     if hint:
         parts.append(f"{_styled('hint', color)} {hint}")
     return "\n\n".join(parts)
 
 
-def _problem_lines(problem: Problem) -> str:
+def _problem_lines(problem: Problem, color: bool) -> str:
     name = f"{problem.key} = {problem.found}" if problem.found else problem.key
     lines = [f"  {problem.where}  {name}" if problem.where else f"  {name}"]
+    if problem.rule:
+        lines[0] += f"  {DIM}[{problem.rule}]{RESET}" if color else f"  [{problem.rule}]"
     lines += [f"      {line}" for line in problem.why.splitlines()]
     if problem.fix:
         lines += [f"      {'fix: ' if i == 0 else '     '}{line}" for i, line in enumerate(problem.fix.splitlines())]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LEVELS = ("error", "warning", "note")
 READS = ("footers", "columns")
+OWN = "mfsdp: no library asks for it"
 KNOWN_GOOD = {"torch": "2.11.0", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "transformers": "5.12.1"}
 
 
@@ -133,7 +134,7 @@ def _origin(key: str, origins: dict[str, str], kind: str) -> str:
 def table(rules: Iterable[Rule]) -> list[str]:
     """Two lines a rule: level, id and demand; below it the source."""
     rules = list(rules)
-    width = max(len(r.id) for r in rules)
+    width = max((len(r.id) for r in rules), default=0)
     return [line for r in rules for line in (f"{r.level:<7}  {r.id:<{width}}  {r.demand}", f"{'':<{width + 11}}{r.source}")]
 
 

@@ -48,8 +48,8 @@ def source_is_known(s, f, columns: list[Grading]) -> Iterator[Problem]:
         yield Problem("reward.name", "auto", f"no scorer is known for data_source {_listed(values)}", fix)
 
 
-@rule("gold-there", "every row that is used has its data_source and its gold answer", "mfsdp data/prompts.py; NeMo-RL issue 2783", kinds=GRPO,
-      reads="columns", fix="fill them in, or remove the rows")
+@rule("gold-there", "every row that is used has its data_source and its gold answer", "mfsdp data/prompts.py; NeMo-RL issue 2783",
+      kinds=GRPO, reads="columns", fix="fill them in, or remove the rows")
 def gold_is_there(s, f, columns: list[Grading]) -> Iterator[Problem]:
     """Blank ones, and nulls where the footer cannot tell whether they are among the rows that are used (`data-nulls`)."""
     for c in columns:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mfsdp_cli.config.rulebook import rule
+from mfsdp_cli.config.rulebook import OWN, rule
 from mfsdp_cli.config.values import kind_of, nearest, validates_only
 from mfsdp_cli.errors import BAD_INPUT, Problem
 
@@ -37,7 +37,7 @@ def model_checkpoint(s, f) -> Iterator[Problem]:
         yield from (replace(w, key=key, found=w.found or w.key) for w in warnings)
 
 
-@rule("model-is-here", "the model is on this machine", "mfsdp", level="note", fix="hf download MODEL")
+@rule("model-is-here", "the model is on this machine", OWN, level="note", fix="hf download MODEL")
 def model_is_here(s, f) -> Iterator[Problem]:
     path = s.model.path
     if path and not f.model_error and f.model_path is None:
@@ -91,7 +91,8 @@ def files_are_readable(s, f) -> bool:
     return bool(s.data.train_files) and all(p in f.parquet and not f.parquet[p].error for p in s.data.train_files)
 
 
-@rule("one-full-batch", "there are rows for one batch", "verl issue 606", training=True, fix="a smaller data.train_batch_size, or more data")
+@rule("one-full-batch", "there are rows for one batch", "verl issue 606", training=True,
+      fix="a smaller data.train_batch_size, or more data")
 def one_full_batch(s, f) -> Iterator[Problem]:
     rows, size = train_rows(s, f), s.data.train_batch_size
     if files_are_readable(s, f) and rows < size:
@@ -105,7 +106,8 @@ def _files(s, f) -> Iterator[tuple]:
         yield from ((key, f.parquet[path]) for path in getattr(s.data, key) if not f.parquet[path].error)
 
 
-@rule("data-readable", "every data file is there and is parquet", "Apache Parquet, format", fix="the path of a file that mfsdp prep-data wrote")
+@rule("data-readable", "every data file is there and is parquet", "Apache Parquet, format",
+      fix="the path of a file that mfsdp prep-data wrote")
 def data_readable(s, f) -> Iterator[Problem]:
     for key in ("val_files",) if validates_only(s) else ("train_files", "val_files"):
         for path in getattr(s.data, key):
@@ -113,8 +115,8 @@ def data_readable(s, f) -> Iterator[Problem]:
                 yield _bad_file(key, path, f.parquet[path].error, "give the path of a parquet file; mfsdp prep-data writes them")
 
 
-@rule("data-columns", "every data file has the columns that are read, with their types", "verl's layout of data: utils/dataset/rl_dataset.py",
-      fix="mfsdp prep-data messages rewrites a file")
+@rule("data-columns", "every data file has the columns that are read, with their types",
+      "verl's layout of data: utils/dataset/rl_dataset.py", fix="mfsdp prep-data messages rewrites a file")
 def data_columns(s, f) -> Iterator[Problem]:
     for key, facts in _files(s, f):
         yield from _column_faults(s, key, facts)
@@ -147,14 +149,14 @@ def data_nulls(s, f) -> Iterator[Problem]:
                 yield _bad_file(key, facts.path, f"{name} is null in {facts.nulls[name]} of {facts.num_rows} rows", _rewrite(s))
 
 
-@rule("data-rows", "every data file has rows", "mfsdp", fix="leave the file out, or write it again")
+@rule("data-rows", "every data file has rows", OWN, fix="leave the file out, or write it again")
 def data_rows(s, f) -> Iterator[Problem]:
     for key, facts in _whole(s, f):
         if facts.num_rows == 0:
             yield _bad_file(key, facts.path, "the file has no rows", "leave it out, or write it again")
 
 
-@rule("data-unused-columns", "the data has no columns that chats may need and that are not read", "mfsdp", level="warning",
+@rule("data-unused-columns", "the data has no columns that chats may need and that are not read", OWN, level="warning",
       fix="nothing, if no chat needs them")
 def data_unused_columns(s, f) -> Iterator[Problem]:
     for key, facts in _whole(s, f):
@@ -205,7 +207,7 @@ def same_schema(s, f) -> Iterator[Problem]:
         first = first or (path, kind)
 
 
-@rule("val-apart", "no file is trained on and validated on", "mfsdp", level="warning", training=True, fix="another file for validation")
+@rule("val-apart", "no file is trained on and validated on", OWN, level="warning", training=True, fix="another file for validation")
 def validation_is_apart(s, f) -> Iterator[Problem]:
     for path in s.data.val_files:
         if path in s.data.train_files:

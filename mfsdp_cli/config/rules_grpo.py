@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mfsdp_cli.config.rulebook import rule
+from mfsdp_cli.config.rulebook import OWN, rule
 from mfsdp_cli.config.rules_files import files_are_readable, train_rows
 from mfsdp_cli.config.rules_parallel import data_parallel, world_size
 from mfsdp_cli.config.values import as_text, either
@@ -16,7 +16,8 @@ GRPO = ("grpo",)
 # --- groups and batches ---------------------------------------------------------------------------------------------
 
 
-@rule("group-of-two", "a group has at least two responses", "Shao et al., arXiv:2402.03300 (GRPO); Ahmadian et al., arXiv:2402.14740 (RLOO)",
+@rule("group-of-two", "a group has at least two responses",
+      "Shao et al., arXiv:2402.03300 (GRPO); Ahmadian et al., arXiv:2402.14740 (RLOO)",
       kinds=GRPO, training=True, fix="rollout.n of 2 or more; 8 is usual")
 def group_size(s, f) -> Iterator[Problem]:
     """The advantage of a response is its reward against those of the same prompt. With one response it is 0, or divided by 0."""
@@ -89,13 +90,13 @@ def update_feeds_ranks(s, f) -> Iterator[Problem]:
         yield Problem("actor.ppo_mini_batch_size", str(a.ppo_mini_batch_size), why, f"actor.ppo_mini_batch_size={-(-dp // n)} or more")
 
 
-@rule("val-has-data", "a run that only validates has something to validate on", "mfsdp", kinds=GRPO, fix="--val-files FILE.parquet")
+@rule("val-has-data", "a run that only validates has something to validate on", OWN, kinds=GRPO, fix="--val-files FILE.parquet")
 def validation_data(s, f) -> Iterator[Problem]:
     if s.trainer.val_only and not s.data.val_files:
         yield Problem("trainer.val_only", "True", "there is nothing to validate on", "--val-files FILE.parquet")
 
 
-@rule("val-responses-differ", "several validation responses to a prompt can differ", "mfsdp", level="warning", kinds=GRPO,
+@rule("val-responses-differ", "several validation responses to a prompt can differ", OWN, level="warning", kinds=GRPO,
       fix="rollout.val_n=1, or a rollout.val_temperature above 0")
 def validation_responses(s, f) -> Iterator[Problem]:
     r = s.rollout
@@ -140,8 +141,8 @@ def lengths_in_budget(s, f) -> Iterator[Problem]:
             yield Problem(key, str(budget), f"{_total(s)} do not fit into a micro batch of {used}", f"{key}={need} or more")
 
 
-@rule("overlong-buffer", "the overlong buffer is part of a response", "Yu et al., arXiv:2503.14476 (DAPO), soft overlong punishment", kinds=GRPO,
-      fix="algorithm.overlong_buffer_length below data.max_response_length")
+@rule("overlong-buffer", "the overlong buffer is part of a response", "Yu et al., arXiv:2503.14476 (DAPO), soft overlong punishment",
+      kinds=GRPO, fix="algorithm.overlong_buffer_length below data.max_response_length")
 def overlong_buffer(s, f) -> Iterator[Problem]:
     buffer, response = s.algorithm.overlong_buffer_length, s.data.max_response_length
     if buffer > response:
@@ -160,13 +161,14 @@ def top_p(s, f) -> Iterator[Problem]:
             yield Problem(f"rollout.{name}", as_text(getattr(s.rollout, name)), "no candidate would be left", f"rollout.{name}=1 takes all")
 
 
-@rule("top-k-range", "top_k is -1 or at least 1", "vLLM 0.24 sampling_params.py", kinds=GRPO, training=True, fix="rollout.top_k=-1 takes all")
+@rule("top-k-range", "top_k is -1 or at least 1", "vLLM 0.24 sampling_params.py", kinds=GRPO, training=True,
+      fix="rollout.top_k=-1 takes all")
 def top_k(s, f) -> Iterator[Problem]:
     if s.rollout.top_k == 0:
         yield Problem("rollout.top_k", "0", "no candidate would be left", "rollout.top_k=-1 takes all")
 
 
-@rule("temperature-above-0", "training rollouts are sampled at a temperature above 0", "mfsdp", kinds=GRPO, training=True,
+@rule("temperature-above-0", "training rollouts are sampled at a temperature above 0", OWN, kinds=GRPO, training=True,
       fix="rollout.temperature=1")
 def temperature(s, f) -> Iterator[Problem]:
     if s.rollout.temperature == 0:
@@ -194,7 +196,7 @@ def one_step_ahead_corrected(s, f) -> Iterator[Problem]:
         yield Problem("rollout.one_step_ahead", "True", why, "algorithm.rollout_correction=truncate", level="warning")
 
 
-@rule("one-step-ahead-apart", "samplers that work while the trainer does have GPUs of their own", "mfsdp", level="note", kinds=GRPO,
+@rule("one-step-ahead-apart", "samplers that work while the trainer does have GPUs of their own", OWN, level="note", kinds=GRPO,
       training=True, fix="rollout.colocate=False")
 def one_step_ahead_apart(s, f) -> Iterator[Problem]:
     if s.rollout.one_step_ahead and s.rollout.colocate:
@@ -209,7 +211,7 @@ def uses_reference(s) -> bool:
     return s.actor.use_kl_loss or s.algorithm.use_kl_in_reward
 
 
-@rule("kl-once", "the distance from the reference counts once", "mfsdp", level="warning", kinds=GRPO, training=True,
+@rule("kl-once", "the distance from the reference counts once", OWN, level="warning", kinds=GRPO, training=True,
       fix="actor.use_kl_loss or algorithm.use_kl_in_reward, not both")
 def kl_once(s, f) -> Iterator[Problem]:
     if s.actor.use_kl_loss and s.algorithm.use_kl_in_reward:
@@ -263,14 +265,15 @@ def filter_groups(s, f) -> Iterator[Problem]:
 # --- reference and reward -------------------------------------------------------------------------------------------
 
 
-@rule("reference-exists", "ref.path is a model folder or a hub id", "mfsdp", kinds=GRPO, training=True, fix="leave ref.path out: it is the model")
+@rule("reference-exists", "ref.path is a model folder or a hub id", OWN, kinds=GRPO, training=True,
+      fix="leave ref.path out: it is the model")
 def reference_exists(s, f) -> Iterator[Problem]:
     if s.ref.path is not None and f.reference_error:
         fix = f.reference_fix or "give a folder with config.json and safetensors, or a hub id"
         yield Problem("ref.path", s.ref.path, f.reference_error, fix, code=BAD_INPUT)
 
 
-@rule("reference-used", "a reference model is given only where something compares with it", "mfsdp", level="warning", kinds=GRPO, training=True,
+@rule("reference-used", "a reference model is given only where something compares with it", OWN, level="warning", kinds=GRPO, training=True,
       fix="leave ref.path out, or actor.use_kl_loss=True")
 def reference_used(s, f) -> Iterator[Problem]:
     if s.ref.path is not None and not f.reference_error and not uses_reference(s):
@@ -278,7 +281,7 @@ def reference_used(s, f) -> Iterator[Problem]:
         yield Problem("ref.path", s.ref.path, why, "leave it out, or actor.use_kl_loss=True", level="warning")
 
 
-@rule("reference-matches", "model and reference have the same architecture and vocabulary", "mfsdp", kinds=GRPO, training=True,
+@rule("reference-matches", "model and reference have the same architecture and vocabulary", OWN, kinds=GRPO, training=True,
       fix="a reference of the same family")
 def reference_matches(s, f) -> Iterator[Problem]:
     """Both read the same tokens, and share engine.*: the same split must fit both."""
@@ -292,7 +295,7 @@ def reference_matches(s, f) -> Iterator[Problem]:
             yield Problem("ref.path", path, why + ": both must read the same tokens in the same layout", fix, code=BAD_INPUT)
 
 
-@rule("one-scorer", "there is one scorer", "mfsdp", kinds=GRPO, fix="reward.name=auto with reward.function, or reward.name alone")
+@rule("one-scorer", "there is one scorer", OWN, kinds=GRPO, fix="reward.name=auto with reward.function, or reward.name alone")
 def one_scorer(s, f) -> Iterator[Problem]:
     if s.reward.function is not None and s.reward.name != "auto":
         why = f"there would be two scorers: reward.name = {s.reward.name} and a function of one's own"

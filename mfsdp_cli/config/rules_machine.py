@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mfsdp_cli.config.rulebook import KNOWN_GOOD, numbers_of, rule
+from mfsdp_cli.config.rulebook import KNOWN_GOOD, OWN, numbers_of, rule
 from mfsdp_cli.config.rules_parallel import uses_cuda
 from mfsdp_cli.config.rules_rollout import joins_cluster, sampler_gpus
 from mfsdp_cli.config.values import kind_of
@@ -48,7 +48,7 @@ def bfloat16_gpus(s, f) -> Iterator[Problem]:
         yield Problem("engine.dtype", "bfloat16", why, "engine.dtype=float32, or other GPUs", code=MACHINE_UNFIT)
 
 
-@rule("gpus-alike", "the GPUs that ranks use are of one kind", "the slowest and smallest of them decides", level="warning",
+@rule("gpus-alike", "the GPUs that ranks use are of one kind", OWN, level="warning",
       fix="CUDA_VISIBLE_DEVICES with GPUs of one kind")
 def gpus_alike(s, f) -> Iterator[Problem]:
     kinds = dict.fromkeys(zip(f.gpu_names, f.gpu_memory_mib, strict=True))
@@ -67,7 +67,7 @@ def mig(s, f) -> Iterator[Problem]:
         yield Problem("trainer.n_gpus_per_node", str(ranks), why, "--nproc 1, or whole GPUs", code=MACHINE_UNFIT)
 
 
-@rule("cpu-cores", "processes on CPU have cores", "mfsdp", level="warning", fix="--nproc of at most the number of cores")
+@rule("cpu-cores", "processes on CPU have cores", OWN, level="warning", fix="--nproc of at most the number of cores")
 def cpu_cores(s, f) -> Iterator[Problem]:
     ranks = s.trainer.n_gpus_per_node
     if not uses_cuda(s, f) and ranks > 4 * f.num_cpus:
@@ -77,7 +77,7 @@ def cpu_cores(s, f) -> Iterator[Problem]:
         )
 
 
-@rule("cpu-dtype", "on CPU the numbers are float32", "mfsdp", level="note", fix="engine.dtype=float32")
+@rule("cpu-dtype", "on CPU the numbers are float32", OWN, level="note", fix="engine.dtype=float32")
 def cpu_dtype(s, f) -> Iterator[Problem]:
     if not uses_cuda(s, f) and s.engine.dtype == "bfloat16":
         yield Problem("engine.dtype", "bfloat16", "bfloat16 is slow on CPU", "engine.dtype=float32", level="note")
@@ -106,12 +106,13 @@ def max_connections_name(s, f) -> Iterator[Problem]:
         )
 
 
-@rule("cuda-launch-blocking", "CUDA_LAUNCH_BLOCKING is off", "NVIDIA, CUDA programming guide, environment variables", level="warning", fix="unset it")
+@rule("cuda-launch-blocking", "CUDA_LAUNCH_BLOCKING is off", "NVIDIA, CUDA programming guide, environment variables", level="warning",
+      fix="unset it")
 def launch_blocking(s, f) -> Iterator[Problem]:
     if uses_cuda(s, f) and f.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         why = "every kernel is waited for: nothing overlaps, and steps take several times as long"
-        yield Problem("CUDA_LAUNCH_BLOCKING", f.environ["CUDA_LAUNCH_BLOCKING"], why, "unset it, unless you look for a fault", "environment",
-                      level="warning")
+        fix = "unset it, unless you look for a fault"
+        yield Problem("CUDA_LAUNCH_BLOCKING", f.environ["CUDA_LAUNCH_BLOCKING"], why, fix, "environment", level="warning")
 
 
 # --- packages -------------------------------------------------------------------------------------------------------
@@ -145,8 +146,8 @@ def package_versions(s, f) -> Iterator[Problem]:
             yield Problem(name, version, f"tried with {tried} only", f"pip install {name}=={good}", "environment", level="warning")
 
 
-@rule("te-whole", "an installed TransformerEngine has its part for torch", "PyPI: transformer-engine alone raises on import", level="warning",
-      fix="pip install 'transformer-engine[pytorch]'")
+@rule("te-whole", "an installed TransformerEngine has its part for torch", "PyPI: transformer-engine alone raises on import",
+      level="warning", fix="pip install 'transformer-engine[pytorch]'")
 def transformer_engine_is_whole(s, f) -> Iterator[Problem]:
     """The package of that name on PyPI is a frame; `transformer-engine-torch` has the layers. A build from source (version with a +)
     has both in one."""
@@ -157,7 +158,7 @@ def transformer_engine_is_whole(s, f) -> Iterator[Problem]:
         yield Problem("transformer-engine", version, why, fix, "environment", level="warning")
 
 
-@rule("loggers-installed", "the packages of the loggers are installed", "mfsdp", fix="pip install the package, or leave the logger out")
+@rule("loggers-installed", "the packages of the loggers are installed", OWN, fix="pip install the package, or leave the logger out")
 def loggers(s, f) -> Iterator[Problem]:
     for name in ("wandb", "tensorboard"):
         if name in s.trainer.logger and f.versions.get(name) is None:
@@ -167,7 +168,8 @@ def loggers(s, f) -> Iterator[Problem]:
             )
 
 
-@rule("wandb-login", "wandb can start without asking", "wandb: WANDB_API_KEY, WANDB_MODE, ~/.netrc", fix="wandb login, or WANDB_MODE=offline")
+@rule("wandb-login", "wandb can start without asking", "wandb: WANDB_API_KEY, WANDB_MODE, ~/.netrc",
+      fix="wandb login, or WANDB_MODE=offline")
 def wandb_login(s, f) -> Iterator[Problem]:
     if "wandb" in s.trainer.logger and f.versions.get("wandb") is not None and not _wandb_ready(f.environ):
         why = "there is no WANDB_API_KEY, no login in ~/.netrc, and WANDB_MODE is not offline"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mfsdp_cli.config.rulebook import rule
+from mfsdp_cli.config.rulebook import OWN, rule
 from mfsdp_cli.config.values import as_text, nearest
 from mfsdp_cli.errors import BAD_INPUT, Problem
 
@@ -91,14 +91,15 @@ def architecture(s, f) -> Iterator[Problem]:
         yield _model_problem("architectures", named, "this architecture has not been tried with Megatron-FSDP here", fix)
 
 
-@rule("config-shape", "config.json has positive sizes that fit each other", "Megatron-LM issue 5755 (heads not divisible by groups)", fix=OWN_CONFIG)
+@rule("config-shape", "config.json has positive sizes that fit each other", "Megatron-LM issue 5755 (heads not divisible by groups)",
+      fix=OWN_CONFIG)
 def config_shape(s, f) -> Iterator[Problem]:
     if (c := _known(f)) is not None:
         yield from _shape_problems(c)
 
 
-@rule("no-sliding-window", "every layer sees the whole sequence", BRIDGE + "qwen/qwen2_bridge.py (drops the window)", seen_in="megatron-bridge",
-      fix=OTHER_MODEL)
+@rule("no-sliding-window", "every layer sees the whole sequence", BRIDGE + "qwen/qwen2_bridge.py (drops the window)",
+      seen_in="megatron-bridge", fix=OTHER_MODEL)
 def sliding_window(s, f) -> Iterator[Problem]:
     c = _known(f) or {}
     if c.get("use_sliding_window") or "sliding_attention" in as_text(c.get("layer_types")):
@@ -124,7 +125,7 @@ def gate(s, f) -> Iterator[Problem]:
         yield _model_problem("hidden_act", act, "only SiLU gates are split rightly in a DTensor checkpoint", OTHER_MODEL)
 
 
-@rule("not-quantized", "the weights are not quantized", "mfsdp", fix="the bfloat16 weights of the model")
+@rule("not-quantized", "the weights are not quantized", OWN, fix="the bfloat16 weights of the model")
 def quantized(s, f) -> Iterator[Problem]:
     if quantization := (_known(f) or {}).get("quantization_config"):
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
@@ -133,7 +134,8 @@ def quantized(s, f) -> Iterator[Problem]:
         )
 
 
-@rule("dropout-off", "the model has no dropout", "megatron-core 0.19.2 mcore_fsdp_adapter.py:471-482 (masks would repeat over TP)", level="note",
+@rule("dropout-off", "the model has no dropout",
+      "megatron-core 0.19.2 distributed/fsdp/mcore_fsdp_adapter.py:471-482 (masks would repeat over TP)", level="note",
       fix="nothing to do: training runs without")
 def dropout(s, f) -> Iterator[Problem]:
     rate = (_known(f) or {}).get("attention_dropout")
@@ -153,7 +155,8 @@ def _rope_kind(c: dict):
     return None if any(isinstance(v, dict) for v in rope.values()) else rope.get("rope_type") or rope.get("type") or "default"
 
 
-@rule("rope-whole-head", "the rotary embedding turns the whole head", BRIDGE + "model_bridge.py", seen_in="megatron-bridge", fix=OTHER_MODEL)
+@rule("rope-whole-head", "the rotary embedding turns the whole head", BRIDGE + "conversion/model_bridge.py", seen_in="megatron-bridge",
+      fix=OTHER_MODEL)
 def rope_partial(s, f) -> Iterator[Problem]:
     c = _known(f) or {}
     partial = _rope(c).get("partial_rotary_factor", c.get("partial_rotary_factor"))
@@ -163,7 +166,7 @@ def rope_partial(s, f) -> Iterator[Problem]:
         )
 
 
-@rule("rope-one", "all layers have one rotary embedding", BRIDGE + "model_bridge.py", seen_in="megatron-bridge", fix=OTHER_MODEL)
+@rule("rope-one", "all layers have one rotary embedding", BRIDGE + "conversion/model_bridge.py", seen_in="megatron-bridge", fix=OTHER_MODEL)
 def rope_per_layer(s, f) -> Iterator[Problem]:
     if _known(f) is not None and _rope_kind(f.model_config) is None:
         yield _model_problem(
@@ -171,7 +174,8 @@ def rope_per_layer(s, f) -> Iterator[Problem]:
         )
 
 
-@rule("rope-scaling", "the scaling of the rotary embedding is one that Bridge hands over", BRIDGE + "llama/llama_bridge.py, qwen/qwen2_bridge.py",
+@rule("rope-scaling", "the scaling of the rotary embedding is one that Bridge hands over",
+      BRIDGE + "llama/llama_bridge.py, qwen/qwen2_bridge.py",
       seen_in="megatron-bridge", fix="take the scaling out of config.json when conversations fit the original length")
 def rope_scaling(s, f) -> Iterator[Problem]:
     """Of Qwen none (YaRN is dropped), of Llama linear and llama3."""

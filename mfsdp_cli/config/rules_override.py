@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from mfsdp_cli.config.rulebook import rule
+from mfsdp_cli.config.rulebook import OWN, rule
 from mfsdp_cli.config.values import as_text, nearest
 from mfsdp_cli.errors import Problem
 
@@ -82,13 +82,14 @@ REFUSED_BY_RULE = {
         "context parallelism does not change with the batch", "Megatron-LM training/arguments.py:1407",
         "Megatron-LM refuses it with Megatron-FSDP", {"hybrid_context_parallel": (False,)}),
     "vpp-needs-pp": (
-        "there are no virtual pipeline stages", "megatron-core 0.19.2 parallel_state.py:829; megatron-bridge 0.6.2 training/checkpointing.py:2083",
+        "there are no virtual pipeline stages",
+        "megatron-core 0.19.2 parallel_state.py:829; megatron-bridge 0.6.2 training/checkpointing.py:2083",
         "it needs pipeline stages, which Megatron-FSDP has not", {"virtual_pipeline_model_parallel_size": (None,)}),
     "ignored-ddp-fields": (
         "no field is set that Megatron-FSDP never reads", FSDP + "mcore_fsdp_adapter.py and src/megatron_fsdp (no use of it)",
         "Megatron-FSDP never reads it", {"delay_wgrad_compute": (False,)}),
     "activation-offload": (
-        "activations stay on the GPU", "mfsdp", "it has not been tried with Megatron-FSDP",
+        "activations stay on the GPU", OWN, "it has not been tried with Megatron-FSDP",
         {"cpu_offloading": (False,), "fine_grained_activation_offloading": (False,)}),
     "honest-routing": (
         "experts are chosen by the router, and no token is dropped", "megatron-core 0.19.2 transformer/moe/moe_utils.py",
@@ -115,14 +116,15 @@ def _reason(name: str) -> str | None:
     return next((why for why, names in OURS.items() if name in names), None)
 
 
-@rule("override-own-setting", "what has a setting of its own is set there", "mfsdp", fix="the setting that the message names")
+@rule("override-own-setting", "what has a setting of its own is set there", OWN, fix="the setting that the message names")
 def override_of_a_setting(s, f) -> Iterator[Problem]:
     for name, value, key in _given(s):
         if name in OWN_SETTING:
             yield Problem(key, as_text(value), f"this follows {OWN_SETTING[name]}", f"set {OWN_SETTING[name]} instead")
 
 
-@rule("override-ours", "what the program must decide itself is left to it", "mfsdp; megatron-core 0.19.2 src/megatron_fsdp/megatron_fsdp.py:370-373 "
+@rule("override-ours", "what the program must decide itself is left to it",
+      "mfsdp; megatron-core 0.19.2 distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py:370-373 "
       "(per-token loss)", fix="leave the field out")
 def override_of_ours(s, f) -> Iterator[Problem]:
     for name, value, key in _given(s):
@@ -143,8 +145,8 @@ for _id, (_demand, _source, _why, _fields) in REFUSED_BY_RULE.items():
     rule(_id, _demand, _source, fix=f"leave {', '.join(_fields)} out")(_refuse(_why, _fields))
 
 
-@rule("override-known-field", "every field exists in the installed TransformerConfig", "megatron-core, transformer/transformer_config.py as installed",
-      fix="the name that the message suggests")
+@rule("override-known-field", "every field exists in the installed TransformerConfig",
+      "megatron-core, transformer/transformer_config.py as installed", fix="the name that the message suggests")
 def override_known(s, f) -> Iterator[Problem]:
     legal = _legal(f)
     for name, value, key in _given(s):
@@ -154,7 +156,8 @@ def override_known(s, f) -> Iterator[Problem]:
             yield Problem(key, as_text(value), "Megatron's TransformerConfig has no such field", fix)
 
 
-@rule("override-fits", "every value fits its field", "megatron-core, transformer/transformer_config.py as installed", fix="a value of the field's type")
+@rule("override-fits", "every value fits its field", "megatron-core, transformer/transformer_config.py as installed",
+      fix="a value of the field's type")
 def override_fits(s, f) -> Iterator[Problem]:
     legal = _legal(f)
     for name, value, key in _given(s):

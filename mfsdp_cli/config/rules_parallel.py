@@ -52,8 +52,8 @@ def workable_tp(s, config: dict | None) -> list[int]:
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
 
-@rule("pp-must-be-1", "there are no pipeline stages", "megatron-core 0.19.2 distributed/fsdp/mcore_fsdp_adapter.py:555-567", seen_in="megatron-core",
-      fix="engine.pipeline_model_parallel_size=1")
+@rule("pp-must-be-1", "there are no pipeline stages", "megatron-core 0.19.2 distributed/fsdp/mcore_fsdp_adapter.py:555-567",
+      seen_in="megatron-core", fix="engine.pipeline_model_parallel_size=1")
 def pipeline(s, f) -> Iterator[Problem]:
     """The device mesh of Megatron-FSDP is data x context x expert x tensor. With stages, wrapping dies in an error about shapes that
     does not mention them."""
@@ -71,7 +71,8 @@ def _ranks(s) -> str:
     return f"{s.trainer.nnodes} nodes x {s.trainer.n_gpus_per_node} = {world} ranks" if s.trainer.nnodes > 1 else f"{world} ranks"
 
 
-@rule("world-divides", "TP x CP divides the ranks", "megatron-core 0.19.2 parallel_state.py:822", fix="one of the TP values that the message lists")
+@rule("world-divides", "TP x CP divides the ranks", "megatron-core 0.19.2 parallel_state.py:822",
+      fix="one of the TP values that the message lists")
 def world_divides(s, f) -> Iterator[Problem]:
     world, tp, cp = world_size(s), s.engine.tensor_model_parallel_size, s.engine.context_parallel_size
     if world % (tp * cp):
@@ -82,7 +83,8 @@ def world_divides(s, f) -> Iterator[Problem]:
         yield Problem(key, str(cp if tp == 1 else tp), why, fix)
 
 
-@rule("experts-world-divides", "EP x ETP divides the ranks", "megatron-core 0.19.2 parallel_state.py:882", fix="an EP that divides the ranks")
+@rule("experts-world-divides", "EP x ETP divides the ranks", "megatron-core 0.19.2 parallel_state.py:882",
+      fix="an EP that divides the ranks")
 def experts_world_divides(s, f) -> Iterator[Problem]:
     world, ep, etp = world_size(s), s.engine.expert_model_parallel_size, s.engine.expert_tensor_parallel_size
     if world % (ep * etp):
@@ -130,13 +132,13 @@ def checkpoint_rows(s, f) -> Iterator[Problem]:
             yield Problem("engine.tensor_model_parallel_size", str(tp), why, fix)
 
 
-@rule("tp-within-node", "the ranks of a tensor-parallel group are on one node", "Narayanan et al., arXiv:2104.04473, section 3.2", level="warning",
-      fix="a TP that divides the GPUs of a node")
+@rule("tp-within-node", "the ranks of a tensor-parallel group are on one node", "Narayanan et al., arXiv:2104.04473, section 3.2",
+      level="warning", fix="a TP that divides the GPUs of a node")
 def tp_within_node(s, f) -> Iterator[Problem]:
     """They exchange activations twice in every layer and direction, over NVLink within a node and over the network between two."""
     tp, per_node = s.engine.tensor_model_parallel_size, s.trainer.n_gpus_per_node
     if s.trainer.nnodes > 1 and world_size(s) % tp == 0 and per_node % tp:
-        why = f"groups of {tp} ranks span nodes of {per_node} GPUs: {per_node} mod {tp} = {per_node % tp}, and every layer waits for the network"
+        why = f"groups of {tp} ranks span nodes of {per_node} GPUs ({per_node} mod {tp} = {per_node % tp}): layers wait for the network"
         fits = [str(n) for n in workable_tp(s, shape_of(f.model_config)) if per_node % n == 0]
         yield Problem("engine.tensor_model_parallel_size", str(tp), why, f"TP values within a node: {', '.join(fits)}", level="warning")
 
@@ -149,8 +151,8 @@ def tp_overlap(s, f) -> Iterator[Problem]:
     its own by several; from compute capability 10 on nobody needs one queue. FSDP's side is taken: never set 1."""
     capability = min((c for c in f.gpu_compute_capability if c > 0), default=BLACKWELL)
     if uses_cuda(s, f) and s.engine.tensor_model_parallel_size > 1 and capability < BLACKWELL:
-        why = (f"compute capability {capability:g}: with CUDA_DEVICE_MAX_CONNECTIONS above 1, as Megatron-FSDP needs it, TP's traffic is not "
-               "overlapped with compute")
+        why = (f"compute capability {capability:g}: with CUDA_DEVICE_MAX_CONNECTIONS above 1, which Megatron-FSDP needs, TP's traffic "
+               "is not overlapped with compute")
         fix = "nothing to do; a smaller TP is faster where the model fits"
         yield Problem("engine.tensor_model_parallel_size", str(s.engine.tensor_model_parallel_size), why, fix, level="note")
 
@@ -179,8 +181,9 @@ def moe_sequence_parallel(s, f) -> Iterator[Problem]:
         )
 
 
-@rule("etp-1", "experts are not split among tensor-parallel ranks", "megatron-core 0.19.2 param_and_grad_buffer.py:3303-3318 of Megatron-FSDP, "
-      "tensor_parallel/layers.py:95-110; parallel_state.py:871-872", fix="engine.expert_tensor_parallel_size=1, the default")
+@rule("etp-1", "experts are not split among tensor-parallel ranks", "megatron-core 0.19.2 tensor_parallel/layers.py:95-110, "
+      "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3303-3318; parallel_state.py:871-872",
+      fix="engine.expert_tensor_parallel_size=1, the default")
 def expert_tensor_parallel(s, f) -> Iterator[Problem]:
     etp = s.engine.expert_tensor_parallel_size
     if etp > 1:
@@ -188,8 +191,8 @@ def expert_tensor_parallel(s, f) -> Iterator[Problem]:
         yield Problem("engine.expert_tensor_parallel_size", str(etp), why, "engine.expert_tensor_parallel_size=1")
 
 
-@rule("ep-divides-experts", "expert parallelism has experts, and divides them", "megatron-core 0.19.2 transformer/transformer_config.py:1468",
-      fix="an EP that divides the experts; 1 for a dense model")
+@rule("ep-divides-experts", "expert parallelism has experts, and divides them",
+      "megatron-core 0.19.2 transformer/transformer_config.py:1468", fix="an EP that divides the experts; 1 for a dense model")
 def expert_parallel(s, f) -> Iterator[Problem]:
     key, ep = "engine.expert_model_parallel_size", s.engine.expert_model_parallel_size
     if ep == 1 or f.model_config is None:
@@ -228,15 +231,16 @@ def transformer_engine(s, f) -> Iterator[Problem]:
             )
 
 
-@rule("cp-needs-te", "context parallelism has TransformerEngine's attention", "megatron-core 0.19.2 transformer/dot_product_attention.py:57-59",
-      fix="engine.context_parallel_size=1")
+@rule("cp-needs-te", "context parallelism has TransformerEngine's attention",
+      "megatron-core 0.19.2 transformer/dot_product_attention.py:57-59", fix="engine.context_parallel_size=1")
 def context_parallel_layers(s, f) -> Iterator[Problem]:
     if s.engine.context_parallel_size > 1 and s.engine.transformer_impl == "local":
         why = "attention across context-parallel ranks exists only in TransformerEngine's layers"
         yield Problem("engine.transformer_impl", "local", why, "engine.transformer_impl=auto, or engine.context_parallel_size=1")
 
 
-@rule("cp-must-be-1", "there are no context-parallel ranks", "mfsdp; megatron-bridge 0.6.2 training/config.py:1434-1457 says what they would need",
+@rule("cp-must-be-1", "there are no context-parallel ranks",
+      "mfsdp; megatron-bridge 0.6.2 training/config.py:1434-1457 says what they would need",
       fix="engine.context_parallel_size=1, with more TP")
 def context_parallel(s, f) -> Iterator[Problem]:
     cp = s.engine.context_parallel_size

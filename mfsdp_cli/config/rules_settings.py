@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mfsdp_cli.config.rulebook import rule
+from mfsdp_cli.config.rulebook import OWN, rule
 from mfsdp_cli.config.rules_files import train_rows
 from mfsdp_cli.config.values import as_text, kind_of, nearest
 from mfsdp_cli.errors import Problem
 
 MBRIDGE_CONFIG = {"distributed_filesystem": bool, "memory_efficient": bool}
-OURS = "mfsdp"
 
 # --- what must be given, and the three flags ------------------------------------------------------------------------
 
 
-@rule("model-given", "model.path is given", OURS, fix="--model with a hub id or the path of a Hugging Face folder")
+@rule("model-given", "model.path is given", OWN, fix="--model with a hub id or the path of a Hugging Face folder")
 def model_given(s, f) -> Iterator[Problem]:
     if not s.model.path:
         yield Problem(
@@ -23,7 +22,7 @@ def model_given(s, f) -> Iterator[Problem]:
         )
 
 
-@rule("train-files-given", "data.train_files names at least one file", OURS, training=True,
+@rule("train-files-given", "data.train_files names at least one file", OWN, training=True,
       fix="--train-files; mfsdp prep-data writes such files")
 def train_files_given(s, f) -> Iterator[Problem]:
     if not s.data.train_files:
@@ -73,7 +72,7 @@ def no_lora(s, f) -> Iterator[Problem]:
         yield Problem("model.lora_rank", str(s.model.lora_rank), why, "model.lora_rank=0 trains all weights")
 
 
-@rule("packed-layout", "model.use_remove_padding is True", OURS, fix="model.use_remove_padding=True, the default")
+@rule("packed-layout", "model.use_remove_padding is True", OWN, fix="model.use_remove_padding=True, the default")
 def packed(s, f) -> Iterator[Problem]:
     if not s.model.use_remove_padding:
         yield Problem(
@@ -107,7 +106,7 @@ def optimizer_needs_model(s, f) -> Iterator[Problem]:
             yield Problem(f"checkpoint.{name}", as_text(contents), why, f"checkpoint.{name}={as_text(['model', *contents])}")
 
 
-@rule("ckpt-not-empty", "a checkpoint holds something, and weights", OURS, fix="checkpoint.save_contents=[model, optimizer, extra]")
+@rule("ckpt-not-empty", "a checkpoint holds something, and weights", OWN, fix="checkpoint.save_contents=[model, optimizer, extra]")
 def checkpoint_not_empty(s, f) -> Iterator[Problem]:
     save = s.checkpoint.save_contents
     if not save:
@@ -118,7 +117,7 @@ def checkpoint_not_empty(s, f) -> Iterator[Problem]:
         yield Problem("checkpoint.save_contents", "[extra]", "checkpoints will hold no weights", "add model", level="warning")
 
 
-@rule("ckpt-load-what-is-saved", "checkpoint.load_contents is part of save_contents", OURS, fix="leave load_contents out")
+@rule("ckpt-load-what-is-saved", "checkpoint.load_contents is part of save_contents", OWN, fix="leave load_contents out")
 def load_what_is_saved(s, f) -> Iterator[Problem]:
     save, load = s.checkpoint.save_contents, s.checkpoint.load_contents
     extra = [c for c in load or [] if c not in save]
@@ -149,7 +148,7 @@ def mbridge_config(s, f) -> Iterator[Problem]:
             yield Problem(key, as_text(value), "expected True or False", f"{key}=True")
 
 
-@rule("resume-path", "trainer.resume_from_path is given when resume_mode is resume_path, and only then", OURS,
+@rule("resume-path", "trainer.resume_from_path is given when resume_mode is resume_path, and only then", OWN,
       fix="--resume CHECKPOINT sets both")
 def resume(s, f) -> Iterator[Problem]:
     mode, path = s.trainer.resume_mode, s.trainer.resume_from_path
@@ -215,7 +214,7 @@ def total_steps(s, f) -> int:
 # --- counts in which -1 has a meaning -------------------------------------------------------------------------------
 
 
-@rule("zero-is-no-limit", "limits of rows and steps between saves are not 0", OURS, fix="-1: all rows, or only at the end")
+@rule("zero-is-no-limit", "limits of rows and steps between saves are not 0", OWN, fix="-1: all rows, or only at the end")
 def zero_limits(s, f) -> Iterator[Problem]:
     for name in ("train_max_samples", "val_max_samples"):
         if getattr(s.data, name) == 0:

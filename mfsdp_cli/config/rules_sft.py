@@ -30,8 +30,7 @@ def batch_problem(train_batch_size: int, dp: int, micro: int) -> tuple[str, str]
 
 
 @rule("batch-divides", "with micro batches of rows, a batch is whole micro batches on every data-parallel rank",
-      "verl PR 7259, PR 1811 (rows mod DP x micro batch)", kinds=SFT,
-      fix="a data.train_batch_size that is a multiple of DP x micro batch")
+      "verl PR 7259, PR 1811 (rows mod DP x micro batch)", kinds=SFT, fix="a data.train_batch_size that is a multiple of DP x micro batch")
 def batch_divides(s, f) -> Iterator[Problem]:
     dp, size = data_parallel(s), s.data.train_batch_size
     if dp is not None and not s.data.use_dynamic_bsz:

