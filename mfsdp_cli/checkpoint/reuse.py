@@ -54,7 +54,8 @@ def model_checkpoint(path: str | Path, warnings: list[Problem] | None = None) ->
         raise MfsdpError(Problem(str(path), "", why, f"give the checkpoint itself: {folder.parent}", code=BAD_INPUT))
     if (folder / "config.json").is_file() or not folder.is_dir():
         return None
-    if not (is_step_folder(folder) or (folder / CHECKPOINTS).is_dir() or any(is_step_folder(p) for p in folder.glob("step_*"))):
+    is_run = (folder / CHECKPOINTS).is_dir() or (folder / "attempts").is_dir()  # one that has not saved yet is told as such
+    if not (is_run or is_step_folder(folder) or any(is_step_folder(p) for p in folder.glob("step_*"))):
         return None
     step = resolve(folder, warnings)
     found = require_complete(step)

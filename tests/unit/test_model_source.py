@@ -57,8 +57,9 @@ def test_a_checkpoint_that_cannot_be_started_from_is_told(tmp_path):
     facts = facts_of(step)
     assert "__1_0.distcp: 5 bytes: manifest.json lists it with 8 bytes; and 1 more" in facts.model_error and "another checkpoint" in facts.model_fix
     assert "none of these is a complete checkpoint" in facts_of(tmp_path / "a").model_error
-    (tmp_path / "b" / "checkpoints").mkdir(parents=True)
-    assert "there is no checkpoint here" in facts_of(tmp_path / "b").model_error
+    for name in ("checkpoints", "attempts"):
+        (tmp_path / "b" / name).mkdir(parents=True)
+        assert "there is no checkpoint here" in facts_of(tmp_path / "b").model_error
     without = write_checkpoint(tmp_path / "c", 4, contents=("extra",))
     facts = facts_of(without)
     assert "holds extra: it was saved without the weights" in facts.model_error and "checkpoint.save_contents" in facts.model_fix
