@@ -138,7 +138,7 @@ def _assumptions(settings, plan: Plan, facts: Facts, shape: Shape):
     yield f"{engine.dtype} weights and activations; float32 master weights, gradients and moments"
     yield "CUDA context, NCCL and fragmentation are allowances"
     if plan.world_size > 1:
-        yield "measured on one GPU; the terms for more are read from Megatron-FSDP's code"
+        yield "measured on one GPU; for more ranks only Megatron-FSDP's buffers were compared, on CPU"
     if shape.experts:
         yield "experts get equally many tokens; not measured"
     if engine.transformer_impl != "local" and facts.versions.get("transformer-engine") is not None:
