@@ -18,7 +18,7 @@ from mfsdp_cli.config.sources import preset_files
 from mfsdp_cli.launch.folder import open_attempt
 from mfsdp_cli.launch.outcome import Outcome
 from mfsdp_cli.launch.start import check, tell
-from mfsdp_cli.options import complete_key, complete_preset
+from mfsdp_cli.options import complete_key, complete_preset, complete_rule
 from mfsdp_cli.output import Console
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +85,7 @@ def test_help_and_bare_call_name_every_command_and_exit_code(mfsdp):
 def test_every_command_has_help_with_an_example_and_documented_options():
     found = dict(commands())
     assert set(found) == {("prep-data",), ("doctor",), ("sft",), ("grpo",), ("samples",), ("ckpt", "inspect"), ("ckpt", "export-hf"),
-                          ("config", "show"), ("config", "diff"), ("config", "schema"), ("config", "presets")}
+                          ("config", "show"), ("config", "diff"), ("config", "schema"), ("config", "presets"), ("rules",)}
     for name, command in found.items():
         assert command.help and not command.help.splitlines()[0].endswith("."), name
         assert "Example" in command.help or not command.no_args_is_help, name
@@ -453,6 +453,18 @@ def test_config_knows_both_kinds(mfsdp, inputs):
     assert done.returncode == 2 and "two kinds of run" in done.stderr
     kinds = {row["name"]: row["kind"] for row in json.loads(mfsdp("config", "presets", "--json").stdout)["presets"]}
     assert kinds["grpo-tiny-cpu"] == "grpo" and kinds["sft-tiny-cpu"] == "sft"
+
+
+def test_rules(mfsdp):
+    lines = mfsdp("rules").stdout.splitlines()
+    rows = json.loads(mfsdp("rules", "--json").stdout)["rules"]
+    assert len(lines) == 2 * len(rows) > 200 and all(row["id"] in line for row, line in zip(rows, lines[::2], strict=True))
+    assert {row["id"] for row in json.loads(mfsdp("rules", "--kind", "sft", "--json").stdout)["rules"]} < {row["id"] for row in rows}
+    one = mfsdp("rules", "max-connections-1").stdout
+    assert "unset it, or set it to 8" in one and "verl PR 6976" in one and "one hardware queue" in one
+    done = mfsdp("rules", "max-connection-1")
+    assert done.returncode == 2 and "did you mean max-connections-1?" in done.stderr
+    assert complete_rule("tp-") == ["tp-divides-model", "tp-within-node"]
 
 
 def test_export_checks_the_cheap_things_first(mfsdp, inputs):
