@@ -137,7 +137,8 @@ def _dump(value, **style) -> str:
         pass
 
     def text(dumper, value):
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if plain_value(value) == value else '"')
+        bare = plain_value(value) == value and value.isprintable()  # YAML folds the lines that other separators of lines make
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if bare else '"')
 
     Dumper.add_representer(str, text)
     return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, **{"width": 10_000} | style)

@@ -327,7 +327,8 @@ def test_the_kind_is_inferred(tmp_path):
 
 
 def random_value(leaf, rng):
-    words = ["yes", "no", "null", "None", "~", "1e-5", "1", "true", "", "a: b", "# x", "[x]", "über", "x'y\"z", "- a", "x\ny", " pad "]
+    words = ["yes", "no", "null", "None", "~", "1e-5", "1", "true", "", "a: b", "# x", "[x]", "über", "x'y\"z", "- a", "x\ny", " pad ",
+             "x\x85\x85y", "a\u2028b", "\ufeff"]
     kind = leaf.kind.removeprefix("list[").removesuffix("]")
     if leaf.optional and rng.random() < 0.3:
         return None

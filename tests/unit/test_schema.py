@@ -1,5 +1,6 @@
 import ast
 import json
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -13,19 +14,62 @@ from mfsdp_cli.config.values import SETTINGS, coerce, kind_of, leaf_of, leaves, 
 from mfsdp_cli.errors import MfsdpError
 
 PACKAGE = Path(__file__).parents[2] / "mfsdp_cli"
-# These declare, rename or print settings, so a mention there is no use.
-NOT_READERS = {"schema.py", "schema_grpo.py", "aliases.py", "aliases_grpo.py", "show.py", "load.py", "sources.py", "values.py"}
+# These declare, rename, convert or print settings, so a mention there is no use.
+NOT_READERS = {"schema.py", "schema_grpo.py", "aliases.py", "aliases_grpo.py", "show.py", "load.py", "sources.py", "values.py", "from_verl.py",
+               "verl_defaults.py", "json_schema.py"}
 ALL = {(kind, leaf.key): leaf for kind in SETTINGS for leaf in leaves(kind).values()}
 
 
+SECTIONS = {key.partition(".")[0] for _, key in ALL}
+# Names that hold a section where they are a parameter's type: "EngineSettings" -> {"engine"}.
+CLASSES: dict[str, set[str]] = {}
+for section in (f for settings in SETTINGS.values() for f in fields(settings)):
+    CLASSES.setdefault(section.type, set()).add(section.name)
+
+
 @cache
-def attributes_read() -> set[str]:
+def settings_read() -> set[str]:
+    """Keys that the package reads: SECTION.NAME at the end of any expression, or NAME of a variable that holds a section."""
     found = set()
     for file in PACKAGE.rglob("*.py"):
         if file.name not in NOT_READERS:
-            nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-            found |= {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+            found |= read_in(ast.parse(file.read_text(encoding="utf-8")))
     return found
+
+
+def read_in(tree) -> set[str]:
+    holders, found = held(tree), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = last_name(node.value)
+            sections = {owner} if isinstance(node.value, ast.Attribute) and owner in SECTIONS else set()
+            found |= {f"{section}.{node.attr}" for section in sections | holders.get(owner, set())}
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            # getattr(s.engine, name) in a loop over names that the function spells out
+            by_name = {last_name(call.args[0]) for call in ast.walk(node) if isinstance(call, ast.Call) and last_name(call.func) == "getattr"}
+            texts = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            found |= {f"{section}.{text}" for section in by_name & SECTIONS for text in texts}
+    return found
+
+
+def held(tree) -> dict[str, set[str]]:
+    """Variables and parameters of a file that hold a section."""
+    holders: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            for name, sections in CLASSES.items():
+                if name in ast.unparse(node.annotation):
+                    holders.setdefault(node.arg, set()).update(sections)
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            for name, value in zip(target.elts, node.value.elts, strict=True) if several else ((target, node.value),):
+                if isinstance(value, ast.Attribute) and value.attr in SECTIONS:
+                    holders.setdefault(last_name(name), set()).add(value.attr)
+    return holders
+
+
+def last_name(node) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def test_every_setting_has_one_line_of_documentation():
@@ -43,19 +87,21 @@ def test_every_type_is_one_that_can_be_read():
     assert {leaf.kind for leaf in ALL.values()} == {"str", "int", "float", "bool", "dict", "list[str]", "list[float]"}
 
 
-# Read by name, in rules that loop over a few fields.
-BY_NAME = {"use_mbridge", "vanilla_mbridge", "use_megatron_fsdp", "param_offload", "optimizer_offload"}
-# One legal value each, so the schema itself is the check and there is nothing to read.
-SINGLE_CHOICE = {leaf.key.partition(".")[2] for leaf in ALL.values() if len(leaf.choices) == 1}
+# One legal value each: the schema itself is the check, and what is always so needs no reading.
+SINGLE_CHOICE = {leaf.key for leaf in ALL.values() if len(leaf.choices) == 1}
 
 
 @pytest.mark.parametrize("key", list(dict.fromkeys(key for _, key in ALL)))
 def test_every_setting_is_read_somewhere(key):
-    name = key.partition(".")[2]
-    if name in BY_NAME:
-        assert f'"{name}"' in "".join(f.read_text(encoding="utf-8") for f in (PACKAGE / "config").glob("rules*.py"))
-    elif name not in SINGLE_CHOICE:
-        assert name in attributes_read(), f"{key} is in the schema, and nothing reads it"
+    assert key in SINGLE_CHOICE or key in settings_read(), f"{key} is in the schema, and nothing reads it"
+
+
+def test_the_search_for_readers_knows_a_reader_from_a_namesake():
+    read = lambda text: read_in(ast.parse(text))
+    assert read("a = s.settings.optim.lr") == {"optim.lr"} and read("t, o = s.trainer, s.optim\nprint(o.eps, t.seed)") >= {"optim.eps", "trainer.seed"}
+    assert read("def f(e: EngineSettings):\n return e.dtype") == {"engine.dtype"}
+    assert read("def f(s):\n for n in ('a',):\n  getattr(s.engine, n)") == {"engine.a"}
+    assert read("group.lr, lr, optim.lr, self.lr") == set(), "another object with a field of that name reads no setting"
 
 
 def test_leaf_of():
