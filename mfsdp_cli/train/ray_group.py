@@ -104,8 +104,9 @@ class Cluster:
                 raise MfsdpError(Problem("trainer.ray_address", address, f"no Ray cluster answers there: {error}",
                                          "start one with ray start --head, or leave the address out for a local one", code=MACHINE_UNFIT)) from error
         else:
-            # a local Ray is ours alone: the processes share the cores, whatever their number
-            start_local(num_cpus=max(os.cpu_count() or 1, self.num_ranks + self.num_samplers), include_dashboard=False, **common)
+            # "local": neither another run's Ray nor the address that a killed one left in /tmp/ray. It is ours alone: the processes
+            # share the cores, whatever their number.
+            start_local(address="local", num_cpus=max(os.cpu_count() or 1, self.num_ranks + self.num_samplers), include_dashboard=False, **common)
         try:
             self._start_actors()
         except BaseException:
