@@ -49,7 +49,7 @@ class Manifest:
     samples_consumed  conversations seen since step 0, over all ranks: the position in the data
     contents          subset of model, optimizer, extra
     topology          ranks: world, dp, tp, pp, cp, ep, etp
-    source_model      Hugging Face folder or hub id the run started from
+    source_model      what the run started from: Hugging Face folder, hub id or checkpoint
     created           UTC, ISO 8601
     files             relative path -> {"bytes": size, "crc32": 8 hex digits}; the manifest itself is not in it
     """

@@ -79,16 +79,16 @@ def build_engine(settings: SftSettings, source: ModelSource, resume: Resume | No
     weights are taken, so that optimizer and step start anew. `optim` None: a frozen model. Collective."""
     from mfsdp_cli.engine.megatron import MegatronEngine
 
+    checkpoint, contents = (resume.folder, load_contents(settings)) if resume else (source.checkpoint, ["model"])
     engine = MegatronEngine(
-        str(source.folder), settings.engine, optim, device=device, seed=settings.trainer.seed, load_weights=not (resume or source.checkpoint),
+        str(source.folder), settings.engine, optim, device=device, seed=settings.trainer.seed, load_weights=checkpoint is None,
         vocab_rows=resume.manifest.padded_vocab_size if resume else source.vocab_rows, trust_remote_code=settings.model.trust_remote_code,
     )
-    if resume:
-        return engine, dtensor.load(engine, resume.folder / DIST_CKPT, load_contents(settings))
-    return engine, dtensor.load(engine, source.checkpoint / DIST_CKPT, ["model"]) if source.checkpoint else []
+    return engine, dtensor.load(engine, checkpoint / DIST_CKPT, contents) if checkpoint else []
 
 
-def save(engine, settings: SftSettings, run_dir: Path, source: ModelSource, position: Position, total_steps: int, end_of_turn_id: int) -> Path:
+def save(engine, settings: SftSettings, run_dir: Path, source: ModelSource, position: Position, total_steps: int,
+         end_of_turn_id: int) -> Path:
     """Write RUN/checkpoints/step_N and drop what retention no longer keeps. Collective. Returns the folder."""
     checkpoints = run_dir / CHECKPOINTS
     tmp = checkpoints / (manifest.step_folder(position.step) + manifest.TMP)

@@ -42,7 +42,8 @@ def what_they_say(checkpoint: Path, folder: Path, layout: Layout):
     sources = [model_checkpoint(checkpoint), ModelSource(folder)]
     engines = [engine_from(source, layout, optim)[0] for optim in (OPTIM, None) for source in sources]
     assert all(p.requires_grad for p in engines[0].module.parameters()) and not any(p.requires_grad for p in engines[2].module.parameters())
-    return [packed_log_probs(engine, BATCH) for engine in engines], dict(engines[0].named_weights()), [engine.vocab_rows for engine in engines]
+    log_probs = [packed_log_probs(engine, BATCH) for engine in engines]
+    return log_probs, dict(engines[0].named_weights()), [engine.vocab_rows for engine in engines]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -15,7 +15,8 @@ from mfsdp_cli.launch.folder import folder_problems
 
 
 def facts_of(path, **settings):
-    return gather(make_settings(model__path=str(path), data__train_files=[], data__val_files=[], **settings), {"PATH": ""}, Path("runs/none"))
+    settings = make_settings(model__path=str(path), data__train_files=[], data__val_files=[], **settings)
+    return gather(settings, {"PATH": ""}, Path("runs/none"))
 
 
 def test_a_step_a_checkpoints_folder_and_a_run_are_found(tmp_path, monkeypatch):
@@ -29,7 +30,8 @@ def test_a_step_a_checkpoints_folder_and_a_run_are_found(tmp_path, monkeypatch):
         assert (facts.model_error, facts.model_path, facts.model_source) == ("", str(found / "huggingface"), source)
         assert facts.has_tokenizer and facts.model_config["hidden_size"] == 64
         assert facts.model_weight_files == ("dist_ckpt/__0_0.distcp", "dist_ckpt/__1_0.distcp")
-    assert source.tensors() == {"model.norm.weight": {"shape": [4], "dtype": "float32"}} and source.tensor_shapes() == {"model.norm.weight": (4,)}
+    assert source.tensors() == {"model.norm.weight": {"shape": [4], "dtype": "float32"}}
+    assert source.tensor_shapes() == {"model.norm.weight": (4,)}
     monkeypatch.setenv("HOME", str(tmp_path))
     assert model_checkpoint("~/run").checkpoint == step
 
@@ -55,7 +57,8 @@ def test_a_checkpoint_that_cannot_be_started_from_is_told(tmp_path):
     (step / "dist_ckpt" / "__1_0.distcp").write_bytes(bytes(5))
     (step / "trainer.json").unlink()
     facts = facts_of(step)
-    assert "__1_0.distcp: 5 bytes: manifest.json lists it with 8 bytes; and 1 more" in facts.model_error and "another checkpoint" in facts.model_fix
+    assert "__1_0.distcp: 5 bytes: manifest.json lists it with 8 bytes; and 1 more" in facts.model_error
+    assert "another checkpoint" in facts.model_fix
     assert "none of these is a complete checkpoint" in facts_of(tmp_path / "a").model_error
     for name in ("checkpoints", "attempts"):
         (tmp_path / "b" / name).mkdir(parents=True)
@@ -78,7 +81,8 @@ def test_a_pointer_that_leads_nowhere_is_a_warning(tmp_path):
 
 def test_the_reference_likewise(tmp_path):
     step = write_checkpoint(tmp_path / "run", 3, rows=640)
-    settings = grpo_settings(model__path=str(write_model(tmp_path / "m")), data__train_files=[], data__val_files=[], ref__path=str(tmp_path / "run"))
+    model = str(write_model(tmp_path / "m"))
+    settings = grpo_settings(model__path=model, data__train_files=[], data__val_files=[], ref__path=str(tmp_path / "run"))
     facts = gather(settings, {"PATH": ""}, tmp_path)
     assert (facts.reference_error, facts.reference_source.checkpoint, facts.reference_source.vocab_rows) == ("", step, 640)
     assert facts.reference_config["hidden_size"] == 64
@@ -91,12 +95,14 @@ def test_a_resume_that_the_ranks_would_refuse_is_told_before(tmp_path):
     """By the same function: rows of the embedding that the ranks cannot share, and contents that were not saved."""
     run = tmp_path / "run"
     step = write_checkpoint(run, 3, rows=509, contents=("model",))
-    other = make_settings(trainer__output_dir=str(tmp_path / "new"), trainer__resume_mode="resume_path", trainer__resume_from_path=str(step))
+    resumed = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(step)}
+    other = make_settings(trainer__output_dir=str(tmp_path / "new"), **resumed)
     for settings in (make_settings(trainer__output_dir=str(run)), other):
         found = folder_problems(Path(settings.trainer.output_dir), settings, {"engine.tensor_model_parallel_size": "--tp"})
         assert [(p.key, p.code, p.where) for p in found] == [
             ("checkpoint.load_contents", BAD_INPUT, "default"), ("engine.tensor_model_parallel_size", CONFIG_INVALID, "--tp")]
-        assert "509 rows, which 4 ranks cannot share evenly" in found[1].why and found[1].fix == "use the 1 that the checkpoint was made with"
+        assert "509 rows, which 4 ranks cannot share evenly" in found[1].why
+        assert found[1].fix == "use the 1 that the checkpoint was made with"
         settings.engine.tensor_model_parallel_size, settings.checkpoint.load_contents = 1, ["model"]
         assert folder_problems(Path(settings.trainer.output_dir), settings, {}) == []
 
@@ -111,7 +117,8 @@ def test_what_is_wrong_with_it_is_told_with_its_own_fix(tmp_path):
     problem = only(replace(make_facts(), model_path=None, model_config=None, model_error=wrong.model_error, model_fix=wrong.model_fix))
     assert (problem.key, problem.fix, problem.code) == ("model.path", f"give the checkpoint itself: {step}", BAD_INPUT)
     right = facts_of(tmp_path / "run")
-    chosen = replace(make_facts(), model_source=right.model_source, model_weight_files=right.model_weight_files, model_warnings=right.model_warnings)
+    chosen = {name: getattr(right, name) for name in ("model_source", "model_weight_files", "model_warnings")}
+    chosen = replace(make_facts(), **chosen)
     assert problems(chosen, engine__tensor_model_parallel_size=1) == [], "weights that are no safetensors are those of a checkpoint"
     problem = only(chosen, level="warning")
     assert problem.key == "model.path" and "step_000003, the newest complete one, is used" in problem.why
