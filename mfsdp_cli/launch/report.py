@@ -69,23 +69,23 @@ def memory_lines(memory: Memory | None, checked: Checked) -> list[str]:
     if memory is None:
         why = "not predicted on CPU" if checked.plan.device == "cpu" else "not predicted without the model's config.json"
         return [f"memory: {why}"]
-    rows = [(name, size, "") for name, size in memory.allocated.items()] + [(name, size, "beside torch") for name, size in memory.outside.items()]
+    rows = [(name, size, "") for name, size in memory.allocated.items()]
+    rows += [(name, size, "beside torch") for name, size in memory.outside.items()]
     rows = sorted((row for row in rows if row[1]), key=lambda row: -row[1])
     sizes = [f"  {name:<18} {size / GIB:8.2f} GiB  {note}".rstrip() for name, size, note in rows]
     known = "" if memory.gpu_bytes is None else f" of {memory.gpu_bytes / GIB:.1f} GiB" + ("" if memory.fits else ": does not fit")
-    return [
-        f"memory of each GPU, in the {memory.moment}:", *sizes,
-        f"  {'total':<18} {memory.total_bytes / GIB:8.2f} GiB{known}; {memory.allocated_bytes / GIB:.2f} GiB of it are torch's (mem in the step line)",
-        *(f"  assumed: {text}" for text in memory.assumptions),
-    ]
+    torch = f"{memory.allocated_bytes / GIB:.2f} GiB of it are torch's (mem in the step line)"
+    total = f"  {'total':<18} {memory.total_bytes / GIB:8.2f} GiB{known}; {torch}"
+    assumed = [f"  assumed: {text}" for text in memory.assumptions]
+    return [f"memory of each GPU, in the {memory.moment}:", *sizes, total, *assumed]
 
 
 def disk_words(disk: Disk | None) -> str:
     if disk is None:
         return "not predicted"
     there = f" ({disk.there} are there)" if disk.there else ""
-    return (f"{disk.checkpoint_bytes / GIB:.2f} GiB a checkpoint, at most {disk.at_once} at a time{there}: {disk.needed_bytes / GIB:.1f} GiB "
-            f"more, {disk.free_bytes / GIB:.1f} GiB free")
+    return (f"{disk.checkpoint_bytes / GIB:.2f} GiB a checkpoint, at most {disk.at_once} at a time{there}: "
+            f"{disk.needed_bytes / GIB:.1f} GiB more, {disk.free_bytes / GIB:.1f} GiB free")
 
 
 def _verdict(checked: Checked) -> str:
@@ -121,8 +121,8 @@ def _arithmetic(checked: Checked) -> list[tuple[str, str]]:
     if validates_only(settings):
         validation = f"{plan.num_val_rows} prompts x {settings.rollout.val_n}, and nothing else (trainer.val_only)"
     rows = [
-        ("world", f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} ({trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''} x {trainer.n_gpus_per_node}, "
-                  f"{plan.device}) {sign} TP {plan.tp} x PP {plan.pp} x CP {plan.cp} x DP {plan.dp}{experts}"),
+        ("world", f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} ({trainer.nnodes} node{'s' if trainer.nnodes > 1 else ''} x "
+                  f"{trainer.n_gpus_per_node}, {plan.device}) {sign} TP {plan.tp} x PP {plan.pp} x CP {plan.cp} x DP {plan.dp}{experts}"),
         ("shards", f"parameters, gradients and optimizer over DP {plan.dp * plan.cp}" + (
             f", experts over {plan.expert_dp}" if plan.ep > 1 or plan.etp > 1 else "")),
         *(_sft_batch(settings, plan) if sft else _grpo_batch(settings, plan)),

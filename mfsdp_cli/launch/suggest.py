@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from mfsdp_cli.config.load import load
 from mfsdp_cli.config.rules import check
@@ -31,9 +32,11 @@ from mfsdp_cli.launch.plan import Plan, by_tokens, longest_sequence, make_plan, 
 FIXED_WORK = 9.1e12
 RECOMPUTATION = 4 / 3  # a second forward pass beside one forward and a backward pass of two
 MOST_TOKENS = 65536
+ROOM = 0.95  # of a GPU, since a prediction may be too low
 SHOWN = 12
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|G|MiB|MB|M)?\s*", re.IGNORECASE)
 UNITS = {"gib": 2**30, "gb": 10**9, "g": 2**30, "mib": 2**20, "mb": 10**6, "m": 2**20}
+UNSPLIT = tuple(f"engine.{name}_parallel_size" for name in ("pipeline_model", "context", "expert_tensor"))
 TP, EP = "engine.tensor_model_parallel_size", "engine.expert_model_parallel_size"
 NPROC, RECOMPUTE = "trainer.n_gpus_per_node", "engine.recompute"
 
@@ -66,14 +69,15 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """layouts: best first. smallest: the layout that needs least, fitting or not. problems: what is to be mended in any layout."""
+    """now: the layout of the settings as they are. layouts: best first. problems: why there are none; as warnings, what is to be
+    mended whatever the layout."""
 
     gpus: int
     nnodes: int
     gpu_bytes: int
     num_parameters: int
+    now: Suggestion
     layouts: tuple[Suggestion, ...]
-    smallest: Suggestion | None
     problems: list[Problem]
 
     @property
@@ -84,7 +88,7 @@ class Suggestions:
         return {
             "ok": self.exit_code == OK, "exit_code": self.exit_code, "problems": [p.to_dict() for p in self.problems],
             "gpus_per_node": self.gpus, "nnodes": self.nnodes, "gpu_bytes": self.gpu_bytes, "num_parameters": self.num_parameters,
-            "layouts": [layout.to_dict() for layout in self.layouts],
+            "now": self.now.to_dict(), "layouts": [layout.to_dict() for layout in self.layouts],
         }
 
 
@@ -105,7 +109,9 @@ def suggest(kind: str, *, preset: str | None, config: str | None, assignments: l
     loaded = load(kind, preset=preset, config=config, assignments=assignments, flags=flags, environ=environ)
     facts = gather(loaded.settings, environ, run_folder(loaded.settings))
     found = search(loaded.settings, loaded.origins, other_machine(facts, gpus, gpu_memory))
-    return replace(found, problems=[p for p in loaded.problems if p.level == "error"] + found.problems)
+    elsewhere = gpus is not None or gpu_memory is not None  # what this machine lacks is of no interest then
+    told = [p for p in found.problems if p.level == "error" or not (elsewhere and p.code == MACHINE_UNFIT)]
+    return replace(found, problems=[p for p in loaded.problems if p.level == "error"] + told)
 
 
 def other_machine(facts: Facts, gpus: int | None, gpu_memory: str | None) -> Facts:
@@ -119,7 +125,8 @@ def other_machine(facts: Facts, gpus: int | None, gpu_memory: str | None) -> Fac
     mib = min(known) if gpu_memory is None else size_bytes(gpu_memory) // 2**20
     name = facts.gpu_names[0] if facts.gpu_names and gpu_memory is None else "planned GPU"
     capability = facts.gpu_compute_capability[0] if facts.gpu_compute_capability else 9.0
-    return replace(facts, num_gpus=count, gpu_names=(name,) * count, gpu_memory_mib=(mib,) * count, gpu_compute_capability=(capability,) * count)
+    return replace(facts, num_gpus=count, gpu_names=(name,) * count, gpu_memory_mib=(mib,) * count,
+                   gpu_compute_capability=(capability,) * count)
 
 
 def size_bytes(text: str) -> int:
@@ -133,7 +140,7 @@ def size_bytes(text: str) -> int:
 
 def search(settings: SftSettings | GrpoSettings, origins: dict[str, str], facts: Facts) -> Suggestions:
     """Every layout that fits the GPUs of `facts` and that `config.rules` lets pass. An error that all layouts share is none of
-    theirs: it is told beside them."""
+    theirs: it is told as a warning."""
     shape = model_shape(facts.model_config)
     if settings.engine.device == "cpu":
         raise MfsdpError(Problem("engine.device", "cpu", "layouts are suggested for GPUs", "engine.device=auto",
@@ -143,42 +150,43 @@ def search(settings: SftSettings | GrpoSettings, origins: dict[str, str], facts:
         raise MfsdpError(Problem("model.path", str(settings.model.path), why, "--model, with a folder or a model in the local cache",
                                  origins.get("model.path", "default")))
     tried = list(candidates(settings, facts))
-    fitting = [suggestion for suggestion in tried if suggestion.memory.fits]
+    fitting = [s for s in tried if s.memory.total_bytes <= ROOM * s.memory.gpu_bytes]
     errors = [{(p.key, p.found, p.why): p for p in check(with_values(settings, s.values), origins, facts) if p.level == "error"}
               for s in fitting]
     searched = {key for s in fitting for key in s.values}
     shared = set.intersection(*(set(e) for e in errors)) if errors else set()
     shared = {problem for problem in shared if problem[0] not in searched}
     legal = [s for s, found in zip(fitting, errors) if set(found) <= shared]
-    smallest = min(tried, key=lambda s: s.memory.total_bytes, default=None)
-    problems = [p for name, p in errors[0].items() if name in shared] if errors else []
+    problems = [replace(p, level="warning") for name, p in errors[0].items() if name in shared] if errors else []
     if not legal:
+        smallest = min(tried, key=lambda s: s.memory.total_bytes, default=None)
         problems.append(_nothing_fits(facts, smallest, [p for found in errors for p in found.values()]))
-    return Suggestions(facts.num_gpus, settings.trainer.nnodes, facts.gpu_memory_mib[0] * 2**20, num_parameters(shape),
-                       tuple(largest_only(legal))[:SHOWN], smallest, problems)
+    now = layout_with(settings, {key: read(settings, key) for key in (NPROC, TP, EP, RECOMPUTE, micro_batch_key(settings))}, facts)
+    return Suggestions(facts.num_gpus, settings.trainer.nnodes, facts.gpu_memory_mib[0] * 2**20, num_parameters(shape), now,
+                       tuple(largest_only(legal))[:SHOWN], problems)
+
+
+def layout_with(settings: SftSettings | GrpoSettings, values: dict[str, object], facts: Facts) -> Suggestion:
+    changed = with_values(settings, values)
+    plan = make_plan(changed, facts)
+    met = active_parameters(model_shape(facts.model_config)) / plan.tp
+    speed = relative_speed(plan.micro_batch_tokens, met, changed.engine.recompute)
+    return Suggestion(values, plan, predict_memory(changed, plan, facts), speed)
 
 
 def candidates(settings: SftSettings | GrpoSettings, facts: Facts) -> Iterator[Suggestion]:
     """Every combination that is searched, with its memory."""
-    fixed = {NPROC: trainer_gpus(settings, facts.num_gpus), "engine.pipeline_model_parallel_size": 1, "engine.context_parallel_size": 1,
-             "engine.expert_tensor_parallel_size": 1}
-    base = with_values(settings, fixed)
-    config, shape, key = shape_of(facts.model_config), model_shape(facts.model_config), micro_batch_key(settings)
-    experts = shape.experts
-    world = world_size(base)
-    sizes = [ep for ep in range(1, world + 1) if world % ep == 0 and experts % ep == 0] if experts else [1]
-    for tp in workable_tp(base, config):
-        if tp > fixed[NPROC]:
+    ranks = trainer_gpus(settings, facts.num_gpus)
+    unsplit = {key: 1 for key in UNSPLIT if read(settings, key) != 1}
+    base = with_values(settings, {NPROC: ranks} | unsplit)
+    experts, world = model_shape(facts.model_config).experts, world_size(base)
+    sizes = [ep for ep in range(1, min(experts, world) + 1) if world % ep == 0 and experts % ep == 0] or [1]
+    for tp in workable_tp(base, shape_of(facts.model_config)):
+        if tp > ranks:
             continue  # tensor-parallel ranks talk in every layer: not across nodes
-        for ep in sizes:
-            for recompute in ("none", "full"):
-                for size in micro_batch_sizes(settings, world // tp):
-                    values = {NPROC: fixed[NPROC], TP: tp, EP: ep, RECOMPUTE: recompute, key: size}
-                    changed = with_values(base, values)
-                    plan = make_plan(changed, facts)
-                    odd = {name: value for name, value in fixed.items() if name != NPROC and read(settings, name) != value}
-                    speed = relative_speed(plan.micro_batch_tokens, active_parameters(shape) / tp, recompute)
-                    yield Suggestion(values | odd, plan, predict_memory(changed, plan, facts), speed)
+        for ep, recompute, size in product(sizes, ("none", "full"), micro_batch_sizes(settings, world // tp)):
+            values = {NPROC: ranks, TP: tp, EP: ep, RECOMPUTE: recompute, micro_batch_key(settings): size}
+            yield layout_with(settings, values | unsplit, facts)
 
 
 def trainer_gpus(settings: SftSettings | GrpoSettings, gpus: int) -> int:
@@ -205,8 +213,9 @@ def largest_only(layouts: list[Suggestion]) -> list[Suggestion]:
         same = (layout.values[TP], layout.values[EP], layout.values[RECOMPUTE])
         if same not in best or layout.memory.tokens > best[same].memory.tokens:
             best[same] = layout
-    tokens = {(tp, ep): layout.memory.tokens for (tp, ep, recompute), layout in best.items() if recompute == "none"}
-    useful = [layout for (tp, ep, recompute), layout in best.items() if recompute == "none" or layout.memory.tokens > tokens.get((tp, ep), 0)]
+    without = {(tp, ep): layout.memory.tokens for (tp, ep, recompute), layout in best.items() if recompute == "none"}
+    useful = [layout for (tp, ep, recompute), layout in best.items()
+              if recompute == "none" or layout.memory.tokens > without.get((tp, ep), 0)]
     return sorted(useful, key=lambda layout: layout.order)
 
 
@@ -218,7 +227,8 @@ def _nothing_fits(facts: Facts, smallest: Suggestion | None, errors: list[Proble
     if smallest is None:
         return Problem("--suggest", gpus, "the model cannot be split over these GPUs", "another number of GPUs", code=MACHINE_UNFIT)
     why = f"the least that any layout needs is {smallest.memory.total_bytes / GIB:.1f} GiB a GPU: {' '.join(smallest.arguments)}"
-    return Problem("--suggest", gpus, why, "more GPUs (--gpus) or nodes (--nnodes), shorter sequences, or a smaller model", code=MACHINE_UNFIT)
+    fix = "more GPUs (--gpus) or nodes (--nnodes), shorter sequences, or a smaller model"
+    return Problem("--suggest", gpus, why, fix, code=MACHINE_UNFIT)
 
 
 def suggestion_text(found: Suggestions) -> str:
@@ -228,10 +238,11 @@ def suggestion_text(found: Suggestions) -> str:
     if not found.layouts:
         return f"{head}: none"
     rows = [("TP", "EP", "DP", "recompute", "tokens", "GiB", "of GPU", "arguments")]
-    for s in found.layouts:
+    for s in (*found.layouts, found.now):
+        arguments = "(the settings as they are)" if s is found.now else " ".join(s.arguments)
         rows.append((str(s.plan.tp), str(s.plan.ep), str(s.plan.dp), s.values[RECOMPUTE], f"{s.memory.tokens:,}",
-                     f"{s.memory.total_bytes / GIB:.1f}", f"{100 * s.memory.total_bytes / found.gpu_bytes:.0f} %", " ".join(s.arguments)))
+                     f"{s.memory.total_bytes / GIB:.1f}", f"{100 * s.memory.total_bytes / found.gpu_bytes:.0f} %", arguments))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = ["  " + "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows]
-    assumed = [f"  assumed: {text}" for text in found.layouts[0].memory.assumptions]
-    return "\n".join([f"{head}, the fastest expected first:", "", *lines, "", *assumed])
+    assumed = [f"  assumed: {text}" for text in found.layouts[0].memory.assumptions[1:]]
+    return "\n".join([f"{head}, the fastest expected first:", "", *lines[:-1], "", lines[-1], "", *assumed])

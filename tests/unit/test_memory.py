@@ -15,7 +15,8 @@ from mfsdp_cli.launch import memory
 from mfsdp_cli.launch.fit import CERTAIN, GIB, disk_problems, memory_problems, predict_disk, predict_memory
 from mfsdp_cli.launch.memory import Layout, training_peak
 from mfsdp_cli.launch.parameters import (
-    Shape, dense_layer, expert_parameters, expert_weights, model_shape, num_parameters, outer_weights, padded_vocab, split_weights, whole_weights,
+    Shape, dense_layer, expert_parameters, expert_weights, model_shape, num_parameters, outer_weights, padded_vocab, split_weights,
+    whole_weights,
 )
 from mfsdp_cli.launch.plan import make_plan
 
@@ -312,7 +313,7 @@ def test_disk_that_is_too_small():
     """A checkpoint is 85.1 GiB, and four of them 340.4."""
     assert disk_told(340.5) == []
     [few] = disk_told(340.4)
-    assert few.level == "warning" and few.key == "trainer.max_ckpt_to_keep" and "4 more checkpoints of 85.1 GiB (model + optimizer)" in few.why
+    assert (few.level, few.key) == ("warning", "trainer.max_ckpt_to_keep") and "4 more checkpoints of 85.1 GiB (model + optimizer)" in few.why
     assert few.fix.startswith("trainer.max_ckpt_to_keep=2,") and disk_told(340.4, trainer__max_ckpt_to_keep=2) == []
     [none] = disk_told(80)
     assert (none.level, none.code, none.key) == ("error", 4, "trainer.output_dir") and "is 85.1 GiB, and 80.0 GiB are free" in none.why

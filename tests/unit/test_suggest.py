@@ -46,9 +46,10 @@ def test_another_machine():
 def test_expected_speed():
     """The measured speeds (README): 42,574 and 49,072 tokens/s of 1.5B; shares of the peak of 0.5B, 1.5B and 3B."""
     size = {"0.5b": 494e6, "1.5b": 1.544e9, "3b": 3.086e9}
-    assert relative_speed(16384, size["1.5b"], "none") / relative_speed(32768, size["1.5b"], "none") == pytest.approx(42574 / 49072, rel=0.01)
+    middle = relative_speed(16384, size["1.5b"], "none")
+    assert middle / relative_speed(32768, size["1.5b"], "none") == pytest.approx(42574 / 49072, rel=0.01)
     for name, share in (("0.5b", 23.4), ("3b", 46.3)):
-        assert relative_speed(16384, size[name], "none") / relative_speed(16384, size["1.5b"], "none") == pytest.approx(share / 39.9, rel=0.1)
+        assert relative_speed(16384, size[name], "none") / middle == pytest.approx(share / 39.9, rel=0.1)
     assert relative_speed(16384, 7e9, "none") / relative_speed(16384, 7e9, "full") == pytest.approx(4 / 3)
 
 
@@ -78,13 +79,14 @@ def test_7b_on_eight_h100():
     larger = with_values(settings, best.values | {"data.max_token_len_per_gpu": 16384})
     assert predict_memory(larger, make_plan(larger, facts), facts).fits is False
     text = suggestion_text(found)
+    assert found.now.plan.tp == 4 and found.now.memory.tokens == 1024 and "4   1   2       none   1,024" in text
     assert "7.62 billion parameters on 8 GPUs of 79.6 GiB" in text and "--nproc 8 --tp 1 --ep 1 engine.recompute=none" in text
 
 
 def test_experts_are_spread_too():
     facts = make_facts(model_config=dict(QWEN3_MOE), **H100)
     found = search(make_settings(**LONG), {}, facts)
-    assert found.layouts and {layout.plan.ep for layout in found.layouts} > {1} and all(128 % layout.plan.ep == 0 for layout in found.layouts)
+    assert {layout.plan.ep for layout in found.layouts} == {1, 2, 4, 8}
 
 
 def test_what_fits_nowhere_says_what_would_be_needed():
@@ -102,7 +104,7 @@ def test_without_a_model_or_on_cpu_nothing_is_suggested():
 
 def test_errors_of_every_layout_are_told_beside_them():
     found = search(make_settings(checkpoint__async_save=True), {}, make_facts())
-    assert found.layouts and [p.key for p in found.problems] == ["checkpoint.async_save"] and found.exit_code == 3
+    assert found.layouts and [(p.key, p.level) for p in found.problems] == [("checkpoint.async_save", "warning")] and found.exit_code == 0
 
 
 def test_layouts_that_are_refused_for_their_size_are_left_out():
@@ -139,7 +141,7 @@ def test_no_proposal_is_refused_by_the_rules_or_too_large():
         for layout in found.layouts:
             chosen = with_values(settings, layout.values)
             assert {(p.key, p.found, p.why) for p in errors(chosen, facts)} <= shared
-            assert layout.memory.total_bytes <= mib * 2**20
+            assert layout.memory.total_bytes <= 0.95 * mib * 2**20
             assert layout.plan.tp * layout.plan.dp == layout.plan.world_size
         assert [layout.order for layout in found.layouts] == sorted(layout.order for layout in found.layouts)
         num_layouts += len(found.layouts)
@@ -158,6 +160,10 @@ def test_the_command_suggests_and_writes_nothing(mfsdp, tmp_path):  # noqa: F811
     assert "layouts of 0.00 billion parameters on 4 GPUs of 24.0 GiB" in done.stdout and "--nproc 4 --tp 1 --ep 1" in done.stdout
     data = json.loads(mfsdp(*args, "--json", cwd=tmp_path, PATH="").stdout)
     assert data["ok"] and data["gpus_per_node"] == 4 and data["layouts"][0]["tp"] == 1 and data["layouts"][0]["memory"]["fits"] is True
+    done = mfsdp(*args[:3], *args[5:], cwd=tmp_path, PATH="")
+    assert done.returncode == 0 and "--nproc 4" in done.stdout and "there is nothing to train on" in done.stderr
+    done = mfsdp(*args, "optim.lr=fast", cwd=tmp_path, PATH="")
+    assert done.returncode == 3 and "--nproc 4" in done.stdout and "optim.lr = fast" in done.stderr
     done = mfsdp("sft", "--model", "model", "--suggest", cwd=tmp_path, PATH="")
     assert done.returncode == 4 and "--gpus 8 --gpu-memory 80GiB" in done.stderr
     assert mfsdp("sft", "--model", "model", "--gpus", 4, cwd=tmp_path).returncode == 2
