@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mfsdp_cli.config import aliases
-from mfsdp_cli.config.load import PATH_KEYS, Loaded, dump_value, load
+from mfsdp_cli.config.conversion import Conversion, yaml_text
+from mfsdp_cli.config.load import Loaded, load
 from mfsdp_cli.config.rules import check
 from mfsdp_cli.config.shell import Command, Script, read_script
 from mfsdp_cli.config.shell_expand import Text
@@ -21,9 +22,10 @@ from mfsdp_cli.config.show import resolved
 from mfsdp_cli.config.sources import Entry, read_assignment
 from mfsdp_cli.config.values import Plain, as_text, free_value, leaf_of
 from mfsdp_cli.config.verl_defaults import DEFAULTS
-from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, USAGE, MfsdpError, Problem, exit_code_of
+from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, USAGE, MfsdpError, Problem
 from mfsdp_cli.launch.facts import Facts, ParquetFacts
 
+HOME = "\uf8ff"  # stands for $HOME while the script is read: a letter that no script has
 LARGEST_SCRIPT = 1_000_000  # bytes
 TRAINER = re.compile(r"(?:[\w./-]*[./])?(?P<name>(?:fsdp_)?sft_trainer(?:_\w+)?|main_(?:ppo|dapo)(?:_\w+)?)(?:\.py)?")
 OWN_CONFIGS = re.compile(r"(ppo|sft|dapo)(_\w+)?_trainer(_engine)?(\.yaml)?")  # configurations that come with verl
@@ -35,39 +37,6 @@ VERLS_DEFAULT = "verl's default"
 QUIET = {"echo", "mkdir", "cd", "sleep", "rm", "true", ":", "set", "printf", "date", "ulimit", "wait", "trap"}
 
 
-@dataclass
-class Conversion:
-    """What a script became.
-
-    taken        one row a key: verl (as the script has it), key, value, where, default (whether ours is the same)
-    added        defaults of verl's that the script relies on and ours differ from: key, value, default
-    no_meaning   keys accepted without effect: verl, found, why, where
-    problems     what is wrong or could not be read, as of any other file of settings
-    environment  variables that the script exports and the settings do not carry
-    others       further commands of the script: where, command
-    """
-
-    kind: str
-    script: str
-    launch: str
-    text: str
-    loaded: Loaded
-    taken: list[dict] = field(default_factory=list)
-    added: list[dict] = field(default_factory=list)
-    no_meaning: list[dict] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
-    others: list[dict] = field(default_factory=list)
-
-    @property
-    def exit_code(self) -> int:
-        return exit_code_of(self.problems)
-
-    def to_dict(self) -> dict:
-        names = ("kind", "script", "launch", "taken", "added", "no_meaning", "environment", "others")
-        return {name: getattr(self, name) for name in names} | {"problems": [p.to_dict() for p in self.problems], "yaml": self.text}
-
-
 def convert(path: str, arguments: list[str] | None = None, variables: Iterable[str] = (),
             environ: Mapping[str, str] = os.environ) -> Conversion:
     """Read the script as if it were started with these arguments and variables (NAME=VALUE); of `environ` only HOME is used.
@@ -75,8 +44,9 @@ def convert(path: str, arguments: list[str] | None = None, variables: Iterable[s
     Raises MfsdpError when the file cannot be read or starts no trainer of verl's. Every other fault is in `.problems`.
     """
     home = environ.get("HOME", "").rstrip("/")
-    known = ({"HOME": home} if home else {}) | _variables(variables)
+    known = ({"HOME": HOME} if home else {}) | _variables(variables)
     script = read_script(_read(path), known, arguments)
+    in_home = _put_home(script, home)
     launches = [(c, found) for c in script.commands if (found := _trainer(c)) is not None]
     if not launches:
         raise MfsdpError([_no_launch(path, script), *_faults(path, script)])
@@ -95,20 +65,8 @@ def convert(path: str, arguments: list[str] | None = None, variables: Iterable[s
     judged = {p.key for p in result.problems}
     result.environment = {name: value.text for name, value in command.environ.items() if not value.why and name not in judged}
     result.others = [{"where": f"{path}:{c.line}", "command": _shown(c)} for c in script.commands if c is not command and _worth_naming(c)]
-    result.text = _yaml(result, home)
+    result.text = yaml_text(result, in_home)
     return result
-
-
-def write(result: Conversion, path: str, overwrite: bool) -> None:
-    """Put the YAML into a file. Raises MfsdpError when there is one already."""
-    try:
-        with open(path, "w" if overwrite else "x", encoding="utf-8") as file:
-            file.write(result.text)
-    except FileExistsError:
-        raise MfsdpError(Problem("--out", path, "there is such a file already", "--overwrite, or another name", code=USAGE)) from None
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:
-        fix = "give a file in a folder that is there"
-        raise MfsdpError(Problem("--out", path, f"cannot be written: {e.strerror}", fix, code=USAGE)) from None
 
 
 def _variables(given: Iterable[str]) -> dict[str, str]:
@@ -129,6 +87,18 @@ def _read(path: str) -> str:
     if data is None:
         raise MfsdpError(Problem(path, "", "more than 1 MB is no launch script", "give the path of a shell script", code=BAD_INPUT))
     return data.decode("utf-8-sig", errors="replace")
+
+
+def _put_home(script: Script, home: str) -> dict[str, str]:
+    """Write out $HOME in all words. Returns the paths that began with it, as ~/…, which --config follows on another machine too."""
+    in_home: dict[str, str] = {}
+
+    def put(text: Text) -> Text:
+        in_home.update({home + rest: "~" + rest for rest in re.findall(HOME + r"(/[^'\",\]\s]*)", text.text)})
+        return replace(text, text=text.text.replace(HOME, home), why=tuple(why.replace(HOME, home) for why in text.why))
+    script.commands = [replace(c, words=tuple(map(put, c.words)), environ={name: put(v) for name, v in c.environ.items()})
+                       for c in script.commands]
+    return in_home
 
 
 # --- the launch -----------------------------------------------------------------------------------------------------
@@ -285,29 +255,6 @@ def _remarks(loaded: Loaded, launches: list, path: str) -> list[Problem]:
     return remarks
 
 
-def _yaml(result: Conversion, home: str) -> str:
-    """The settings that are not our defaults, each with the line that it comes from."""
-    lines, section = [f"# From {Path(result.script).name}, by mfsdp config from-verl; for mfsdp {result.kind}"], ""
-    for row in resolved(result.loaded.settings, result.loaded.origins):
-        if not row["changed"]:
-            continue
-        if (name := row["key"].partition(".")[0]) != section:
-            section = name
-            lines.append(f"{section}:")
-        value = _portable(row["value"], home) if row["key"] in PATH_KEYS else row["value"]
-        numbers = dict.fromkeys(re.findall(r":(\d+)(?:,|$)", row["origin"]))
-        comment = f"line {', '.join(numbers)}" if numbers else row["origin"]
-        lines.append(f"  {row['key'].partition('.')[2]}: {dump_value(value)}  # {comment}")
-    return "\n".join(lines) + "\n"
-
-
-def _portable(value, home: str):
-    """Paths within the home folder as ~/…, which --config follows on another machine too."""
-    if isinstance(value, list):
-        return [_portable(item, home) for item in value]
-    return f"~{value[len(home):]}" if home and value is not None and value.startswith(home + "/") else value
-
-
 def _worth_naming(command: Command) -> bool:
     return command.words[0].text not in QUIET
 
@@ -319,24 +266,3 @@ def _shown(command: Command) -> str:
 def _short(text: str) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= 100 else flat[:99] + "…"
-
-
-def report(result: Conversion) -> list[str]:
-    """The conversion in words; the problems are told apart."""
-    changed = [row for row in result.taken if not row["default"]]
-    same = [row for row in result.taken if row["default"]]
-    lines = [f"{result.launch} is for mfsdp {result.kind}"]
-    sections = (
-        ("taken over", [f"{r['verl']}{'' if r['verl'] == r['key'] else ' -> ' + r['key']}: {as_text(r['value'])}" for r in changed]),
-        ("verl's defaults that the script relies on, written down since ours differ",
-         [f"{r['key']}: {as_text(r['value'])} (ours: {as_text(r['default'])})" for r in result.added]),
-        ("the same as our defaults, left out", [f"{r['verl']}: {as_text(r['value'])}" for r in same]),
-        ("without meaning here", [f"{r['verl']} = {r['found']}: {r['why']}" for r in result.no_meaning]),
-        ("exported by the script, not part of the settings; export what the run needs",
-         [f"{name}={value}" for name, value in result.environment.items()]),
-        ("other commands of the script, not taken over", [f"{r['where']}  {r['command']}" for r in result.others]),
-    )
-    for title, rows in sections:
-        if rows:
-            lines += ["", f"{title} ({len(rows)}):", *(f"  {row}" for row in rows)]
-    return lines

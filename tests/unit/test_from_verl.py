@@ -7,7 +7,8 @@ import pytest
 
 from mfsdp_cli.cli import main
 from mfsdp_cli.config import aliases
-from mfsdp_cli.config.from_verl import convert, report, write
+from mfsdp_cli.config.conversion import report, write
+from mfsdp_cli.config.from_verl import convert
 from mfsdp_cli.config.load import load
 from mfsdp_cli.config.values import coerce, leaves
 from mfsdp_cli.config.verl_defaults import DEFAULTS
@@ -137,7 +138,8 @@ def test_sft_script(tmp_path):
     assert (s.trainer.output_dir, s.trainer.experiment_name) == ("checkpoints/sft", "SFT-tp4")
     assert s.data.train_files == ["/home/me/data/gsm8k/train.parquet"]
     taken = {row["verl"]: row for row in result.taken}
-    assert taken["trainer.default_local_dir"]["key"] == "trainer.output_dir" and taken["optim.lr"]["where"].endswith(f":{line_of(SFT, 'optim.lr')}")
+    assert taken["trainer.default_local_dir"]["key"] == "trainer.output_dir"
+    assert taken["optim.lr"]["where"].endswith(f":{line_of(SFT, 'optim.lr')}")
     assert taken["optim.betas"]["default"] is True and taken["trainer.n_gpus_per_node"]["default"] is False
     assert {row["verl"] for row in result.no_meaning} == {"model", "engine", "optim"}
     assert [(row["key"], row["value"]) for row in result.added] == [
@@ -152,6 +154,8 @@ def test_the_yaml_has_lines_and_portable_paths(tmp_path):
     assert lines[0] == "# From run.sh, by mfsdp config from-verl; for mfsdp sft"
     assert f"  train_files: [~/data/gsm8k/train.parquet]  # line {line_of(SFT, 'train_files')}" in lines
     assert f"  tensor_model_parallel_size: 4  # line {line_of(SFT, 'engine.tensor')}" in lines
+    literal = converted(tmp_path, SFT.replace("=checkpoints/sft", "=/home/me/out")).text
+    assert "  output_dir: /home/me/out" in literal, "only what the script says by $HOME follows the home folder"
     assert "  max_ckpt_to_keep: null  # verl's default" in lines
     assert not any(line.startswith("  betas") for line in lines), "what is our default is left out"
 
@@ -161,7 +165,8 @@ def test_grpo_script(tmp_path):
     s = result.loaded.settings
     assert result.kind == "grpo"
     assert s.data.train_files == ["/home/me/data/gsm8k/train.parquet", "/home/me/data/math/train.parquet"]
-    assert (s.data.max_response_length, s.rollout.n, s.rollout.tensor_model_parallel_size, s.engine.tensor_model_parallel_size) == (1024, 8, 4, 4)
+    assert (s.data.max_response_length, s.rollout.n) == (1024, 8)
+    assert (s.rollout.tensor_model_parallel_size, s.engine.tensor_model_parallel_size) == (4, 4)
     assert s.engine.override_transformer_config == {"gradient_accumulation_fusion": False}
     assert s.trainer.output_dir == "ckpt/verl_grpo/qwen", "OmegaConf's references to keys of the script are followed"
     assert s.actor.use_dynamic_bsz is False, "verl's default, which makes its micro batch size mean what it says"
@@ -240,7 +245,8 @@ def test_several_launches_and_other_commands(tmp_path):
 
 
 def test_multi_node_and_other_launchers(tmp_path):
-    text = SFT.replace("--standalone --nnodes=1 --nproc_per_node=$NPROC", "--nnodes 2 --nproc-per-node 8 --node_rank=$NODE_RANK --master_addr=$M")
+    options = "--nnodes 2 --nproc-per-node 8 --node_rank=$NODE_RANK --master_addr=$M"
+    text = SFT.replace("--standalone --nnodes=1 --nproc_per_node=$NPROC", options)
     result = converted(tmp_path, text)
     s = result.loaded.settings
     assert (s.trainer.nnodes, s.trainer.n_gpus_per_node, s.trainer.node_rank, s.trainer.rdzv_endpoint) == (2, 8, 0, None)

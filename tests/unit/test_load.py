@@ -264,8 +264,8 @@ def test_mappings_grow_over_the_layers(tmp_path):
 
 
 def test_words_that_yaml_1_1_takes_for_truth_values_are_texts(tmp_path):
-    config = write(tmp_path, "rollout: {n: 4}\ntrainer:\n  experiment_name: on\n  project_name: n\nengine:\n  override_transformer_config:\n"
-                             "    y: no\n    on: off\n    'off': Y\n")
+    config = write(tmp_path, "rollout: {n: 4}\ntrainer:\n  experiment_name: on\n  project_name: n\n"
+                             "engine:\n  override_transformer_config:\n    y: no\n    on: off\n    'off': Y\n")
     loaded = load(kind="grpo", config=config)
     assert loaded.problems == [] and loaded.settings.rollout.n == 4
     assert (loaded.settings.trainer.experiment_name, loaded.settings.trainer.project_name) == ("on", "n")
@@ -273,7 +273,8 @@ def test_words_that_yaml_1_1_takes_for_truth_values_are_texts(tmp_path):
     again = load(kind="grpo", config=write(tmp_path, dump_yaml(loaded.settings), "again.yaml"))
     assert again.settings == loaded.settings and again.problems == []
     assert load("rollout={n: 3}", kind="grpo").settings.rollout.n == 3
-    nested = load(kind="grpo", config=write(tmp_path, "actor_rollout_ref:\n  rollout:\n    n: 5\n    val_kwargs:\n      n: 2\n", "verl.yaml"))
+    verls = write(tmp_path, "actor_rollout_ref:\n  rollout:\n    n: 5\n    val_kwargs:\n      n: 2\n", "verl.yaml")
+    nested = load(kind="grpo", config=verls)
     assert (nested.settings.rollout.n, nested.settings.rollout.val_n) == (5, 2)
     unknown = only_error(load(kind="grpo", config=write(tmp_path, "rollout: {y: 4}", "y.yaml")))
     assert unknown.key == "rollout.y"

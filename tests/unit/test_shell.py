@@ -24,8 +24,8 @@ def launches(text, arguments=(), **variables):
 
 def as_bash_does(text, arguments=()):
     call = 'launch() { printf "%s\\0" "$#" "$@"; }\n' + text
-    done = subprocess.run([BASH, "-c", call, "script", *arguments], capture_output=True, text=True, env={"HOME": "/h", "PATH": "/usr/bin:/bin"},
-                          check=False)
+    environ = {"HOME": "/h", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([BASH, "-c", call, "script", *arguments], capture_output=True, text=True, env=environ, check=False)
     parts, found = done.stdout.split("\0")[:-1], []
     while parts:
         count = int(parts[0])
@@ -205,7 +205,7 @@ def test_arithmetic(text, value):
 
 def test_any_text_is_read_without_an_exception_and_soon():
     rng = random.Random(2)
-    letters = list("$(){}[]\"'`\\;&|<>#=~*!-+@ \n\tabX1") + ["\0", "é", "${X:-", "$((", "<<E\n", "if ", "fi\n", "for i in ", "do ", "done\n", "A=("]
+    letters = [*"$(){}[]\"'`\\;&|<>#=~*!-+@ \n\tabX1\0é", "${X:-", "$((", "<<E\n", "if ", "fi\n", "for i in ", "do ", "done\n", "A=("]
     for _ in range(1000):
         read_script("".join(rng.choice(letters) for _ in range(rng.randrange(60))), {"X": "1"}, rng.choice([None, [], ["a"]]))
     for _ in range(100):
