@@ -134,7 +134,8 @@ def from_verl(
     Prints the YAML, or with -o its path; the report is on stderr. Exits with 3 when a key could not be taken over;
     the rest is written all the same.
     """
-    from mfsdp_cli.config.from_verl import convert, report, write
+    from mfsdp_cli.config.conversion import report, write
+    from mfsdp_cli.config.from_verl import convert
 
     console = Console(json=json, quiet=quiet, no_color=no_color)
     result = convert(script, arguments, var or [])
