@@ -227,11 +227,12 @@ def _judged(loaded: Loaded, command: Command, path: str, earlier: list[Problem])
         model_error="not looked at", has_tokenizer=True, model_weight_files=(),
         parquet={file: ParquetFacts(file, 0, {}, "not looked at") for file in files}, versions={},
     )
-    told, found = {p.key for p in earlier}, []
+    told, found = {_our_key(p.key, loaded.kind) for p in earlier}, []
     for p in check(settings, loaded.origins, facts):
         if p.key in exported:
-            why = f"{p.why}. The settings do not carry it; do not export it for mfsdp either" if p.level == "error" else p.why
-            found.append(replace(p, why=why, where=f"{path}:{exported[p.key].line}", level="warning"))
+            p = replace(p, where=f"{path}:{exported[p.key].line}")
+            why = f"{p.why}. The settings do not carry it; do not export it for mfsdp either"
+            found.append(replace(p, why=why, level="warning") if p.level == "error" else p)
         elif p.code == CONFIG_INVALID and p.where != "environment" and p.key not in told and p.key not in OF_ONE_NODE:
             found.append(p)
     return found

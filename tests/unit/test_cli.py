@@ -85,7 +85,8 @@ def test_help_and_bare_call_name_every_command_and_exit_code(mfsdp):
 def test_every_command_has_help_with_an_example_and_documented_options():
     found = dict(commands())
     assert set(found) == {("prep-data",), ("doctor",), ("sft",), ("grpo",), ("samples",), ("ckpt", "inspect"), ("ckpt", "export-hf"),
-                          ("config", "show"), ("config", "diff"), ("config", "schema"), ("config", "presets"), ("rules",)}
+                          ("config", "show"), ("config", "diff"), ("config", "schema"), ("config", "presets"), ("config", "from-verl"),
+                          ("rules",)}
     for name, command in found.items():
         assert command.help and not command.help.splitlines()[0].endswith("."), name
         assert "Example" in command.help or not command.no_args_is_help, name
@@ -98,7 +99,8 @@ def test_version(mfsdp):
 
 
 @pytest.mark.parametrize("args, text", [
-    (["stf"], "Did you mean 'sft'?"), (["sft", "--modle", "x"], "--model"), (["prep-data", "gsm9k", "-o", "x"], "'gsm8k'"),
+    (["stf"], "Did you mean 'sft'?"), (["config", "form-verl"], "Did you mean 'from-verl'?"), (["sft", "--modle", "x"], "--model"),
+    (["prep-data", "gsm9k", "-o", "x"], "'gsm8k'"),
     (["ckpt", "export-hf", "x", "-o", "y", "--dtype", "int8"], "bfloat16"), (["sft", "--tp", "two"], "not a valid int"),
 ])
 def test_usage_errors_go_to_stderr_with_a_suggestion(mfsdp, args, text):

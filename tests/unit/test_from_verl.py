@@ -220,6 +220,11 @@ def test_an_unknown_value_is_neither_guessed_nor_verls_default(tmp_path):
     assert not errors(ignored), "an unknown value of a key without meaning changes nothing"
 
 
+def test_what_is_missing_is_told_once(tmp_path):
+    found = errors(converted(tmp_path, GRPO.replace("=Qwen/Qwen2.5-Math-7B", "=$MODEL_PATH")))
+    assert [p.key for p in found] == ["actor_rollout_ref.model.path"]
+
+
 def test_arguments_of_the_script_and_the_last_of_a_key(tmp_path):
     result = converted(tmp_path, SFT, "trainer.total_epochs=2", "optim.lr=1e-4")
     assert (result.loaded.settings.trainer.total_epochs, result.loaded.settings.optim.lr) == (2, 1e-4) and not errors(result)
