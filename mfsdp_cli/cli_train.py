@@ -22,6 +22,7 @@ Pp = Annotated[Optional[int], typer.Option("--pp", help="Pipeline stages; must b
 Ep = Annotated[Optional[int], typer.Option("--ep", help="Expert-parallel ranks ($EP)")]
 Cp = Annotated[Optional[int], typer.Option("--cp", help="Context-parallel ranks")]
 Resume = Annotated[Optional[str], typer.Option("--resume", help="auto: go on where this run stopped; never; or a checkpoint")]
+CheckData = Annotated[bool, typer.Option("--check-data", help="First read every row through the tokenizer: lengths, faulty rows")]
 DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Check all of it and show the plan; writes and starts nothing")]
 
 
@@ -37,7 +38,8 @@ def sft(
     nnodes: Annotated[Optional[int], typer.Option("--nnodes", help="Nodes; start mfsdp on each of them")] = None,
     node_rank: Annotated[Optional[int], typer.Option("--node-rank", help="Number of this node, from 0")] = None,
     rdzv_endpoint: Annotated[Optional[str], typer.Option("--rdzv-endpoint", help="host:port of node 0, where the nodes meet")] = None,
-    resume: Resume = None, dry_run: DryRun = False, suggest: Suggest = False, gpus: Gpus = None, gpu_memory: GpuMemory = None,
+    resume: Resume = None, dry_run: DryRun = False, check_data: CheckData = False,
+    suggest: Suggest = False, gpus: Gpus = None, gpu_memory: GpuMemory = None,
     json: Json = False, quiet: Quiet = False, verbose: Verbose = False, no_color: NoColor = False,
 ) -> int:
     """Fine-tune a model on chats, through torchrun
@@ -60,7 +62,7 @@ def sft(
     console = Console(json=json, quiet=quiet, verbose=verbose, no_color=no_color)
     if _suggests(suggest, gpus, gpu_memory):
         return _suggest("sft", preset, config, settings, flags, gpus, gpu_memory, console)
-    return _run("sft", preset, config, settings, flags, resume, dry_run, console)
+    return _run("sft", preset, config, settings, flags, resume, dry_run, check_data, console)
 
 
 def grpo(
@@ -73,7 +75,8 @@ def grpo(
     nnodes: Annotated[Optional[int], typer.Option("--nnodes", help="Nodes of the Ray cluster that take part")] = None,
     ray_address: Annotated[Optional[str], typer.Option("--ray-address", help="Ray cluster to join: auto or host:port")] = None,
     val_only: Annotated[Optional[bool], typer.Option("--val-only", help="Validate and stop")] = None,
-    resume: Resume = None, dry_run: DryRun = False, suggest: Suggest = False, gpus: Gpus = None, gpu_memory: GpuMemory = None,
+    resume: Resume = None, dry_run: DryRun = False, check_data: CheckData = False,
+    suggest: Suggest = False, gpus: Gpus = None, gpu_memory: GpuMemory = None,
     json: Json = False, quiet: Quiet = False, verbose: Verbose = False, no_color: NoColor = False,
 ) -> int:
     """Reinforcement learning (GRPO), through Ray
@@ -98,7 +101,7 @@ def grpo(
     console = Console(json=json, quiet=quiet, verbose=verbose, no_color=no_color)
     if _suggests(suggest, gpus, gpu_memory):
         return _suggest("grpo", preset, config, settings, flags, gpus, gpu_memory, console)
-    return _run("grpo", preset, config, settings, flags, resume, dry_run, console)
+    return _run("grpo", preset, config, settings, flags, resume, dry_run, check_data, console)
 
 
 def samples(
@@ -131,16 +134,22 @@ def samples(
 
 
 def _run(kind: str, preset: str | None, config: str | None, settings: list[str] | None, flags: dict, resume: str | None, dry_run: bool,
-         console: Console) -> int:
+         reads_data: bool, console: Console) -> int:
     """Check; then show the plan, or start it and tell how it ended."""
+    from mfsdp_cli.launch.check_data import check_data, data_lines
     from mfsdp_cli.launch import report
     from mfsdp_cli.launch import start as launch
 
     checked = launch.check(kind, preset=preset, config=config, assignments=settings or [], flags=flags, resume=resume, environ=os.environ)
+    checked, data = check_data(checked) if reads_data else (checked, None)
+    table = data_lines(data)
     if dry_run:
         console.problems(checked.problems)
-        console.product(report.dry_run_text(checked), report.dry_run_data(checked))
+        text = [report.dry_run_text(checked), *([""] if table else []), *table]
+        console.product(text, report.dry_run_data(checked) | ({"data": data} if reads_data else {}))
         return checked.exit_code
+    if table:
+        console.say("\n".join(table))
     if checked.exit_code != OK:
         raise MfsdpError(checked.problems, hint=f"mfsdp {kind} … --dry-run shows the whole plan and starts nothing")
     console.problems(checked.problems)

@@ -64,10 +64,10 @@ def check_export(path: str, out: str, dtype: str, overwrite: bool) -> tuple[Path
     return Path(report["path"]), problems
 
 
-def run_child(command: list[str]) -> int:
-    """Run the child with its chatter on our stderr; SIGTERM reaches it too, and Ctrl-C does by itself."""
+def run_child(command: list[str], what: str = "the export") -> int:
+    """Run the child, on the CPU, with its chatter on our stderr; SIGTERM reaches it too, and Ctrl-C does by itself."""
     parent = os.getpid()
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}  # an export runs on the CPU
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=environment, preexec_fn=lambda: die_with(parent))
     before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     try:
@@ -80,6 +80,6 @@ def run_child(command: list[str]) -> int:
     if code == -signal.SIGTERM:
         return TERMINATED
     if code < 0:
-        print_stderr(f"error: the export was killed by {signal_words(-code)}")
+        print_stderr(f"error: {what} was killed by {signal_words(-code)}")
         return SIGNAL_BASE - code
     return code
