@@ -28,6 +28,8 @@ GIB = 2**30
 WIDTHS = {"bfloat16": 2, "float32": 4}
 CERTAIN = 1.3  # predicted above this share of the memory, a run is refused; below, it is warned of
 STATE_BYTES = {"model": 4, "optimizer": 8}  # a parameter, in checkpoint.dtensor: float32 main weights, two float32 moments
+SHARE = "rollout.gpu_memory_utilization"
+CACHE_BESIDE_WEIGHTS = 1.25  # the least that vLLM should have, as a multiple of its weights
 NAMED_PARTS = 3  # of the largest, in a warning
 
 
@@ -177,10 +179,24 @@ def remedies(settings: SftSettings | GrpoSettings, facts: Facts):
     tp = settings.engine.tensor_model_parallel_size
     larger = [size for size in workable_tp(settings, shape_of(facts.model_config)) if size > tp]
     changes += [(f"--tp {larger[0]}", {"engine.tensor_model_parallel_size": larger[0]})] if larger else []
+    share = smaller_share(settings, facts)
+    changes += [(f"{SHARE}={share:g}", {SHARE: share})] if share else []
     for text, values in changes:
         changed = with_values(settings, values)
         found = predict_memory(changed, make_plan(changed, facts), facts)
         yield text, found.total_bytes
+
+
+def smaller_share(settings: SftSettings | GrpoSettings, facts: Facts) -> float | None:
+    """The largest share of the GPU, in steps of 0.05, that vLLM can have for the run to fit; None when that leaves no room for its cache
+    beside the weights, or when it has no share of these GPUs."""
+    if kind_of(settings) == "sft" or settings.rollout.name != "vllm" or not settings.rollout.colocate or settings.rollout.enable_sleep_mode:
+        return None
+    found = predict_memory(settings, make_plan(settings, facts), facts)
+    free = found.gpu_bytes - (found.total_bytes - found.outside["samplers"])
+    share = free * 20 // found.gpu_bytes / 20
+    weights = num_parameters(model_shape(facts.model_config)) * WIDTHS[settings.engine.dtype] / settings.rollout.tensor_model_parallel_size
+    return share if weights * CACHE_BESIDE_WEIGHTS <= share * found.gpu_bytes else None
 
 
 def read(settings, key: str):

@@ -1,6 +1,7 @@
 """Memory and disk predictions: every term by hand on a small model, the four measured peaks, and what must hold for any model."""
 
 import ast
+import json
 import math
 import random
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from facts_for_tests import LLAMA, QWEN2, QWEN3_MOE, make_facts, make_settings
 from grpo_for_tests import CPU, cpu_facts, grpo_facts, grpo_settings
-from inputs_for_tests import TINY_QWEN2
+from inputs_for_tests import TINY_QWEN2, write_chats, write_model
+from test_cli import mfsdp  # noqa: F401  the command line as a fixture
 
 from mfsdp_cli.launch import memory
 from mfsdp_cli.launch.fit import CERTAIN, GIB, disk_problems, memory_problems, predict_disk, predict_memory
@@ -282,6 +284,42 @@ def test_remedies_never_make_it_worse_nor_cut_the_longest_sequence():
     assert "max_token_len_per_gpu" not in problem.fix and "recompute" not in problem.fix and "--tp" not in problem.fix
 
 
+def test_vllm_s_share_is_a_remedy_where_it_leaves_room_for_the_weights():
+    settings = grpo_settings()
+    others = predicted(settings, grpo_facts()).total_bytes - predicted(settings, grpo_facts()).outside["samplers"]
+    size = int(others / 0.72) // 2**20  # 0.28 of it are left; 0.25 of its 43.1 GiB hold the 3.5 GiB of weights a GPU
+    [problem] = told(settings, grpo_facts(gpu_memory_mib=(size,) * 8))
+    assert f"rollout.gpu_memory_utilization=0.25: {(others + 0.25 * size * 2**20) / GIB:.1f} GiB" in problem.fix
+    [problem] = told(settings, grpo_facts(gpu_memory_mib=(int(others / 0.94) // 2**20,) * 8))
+    assert "gpu_memory_utilization" not in problem.fix
+
+
+# ---------------------------------------------------------------- what a dry run says of it
+
+def test_a_dry_run_tells_memory_and_disk(mfsdp, tmp_path):  # noqa: F811
+    write_model(tmp_path / "model")
+    write_chats(tmp_path / "train.parquet", 40)
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\nfor i in 0 1; do echo \"$i, GPU-$i, 81559, 9.0, NVIDIA H100\"; done\n")
+    smi.chmod(0o755)
+    args = ("sft", "--model", "model", "--train-files", "train.parquet", "--nproc", 2, "--dry-run")
+    done = mfsdp(*args, cwd=tmp_path, PATH=str(smi.parent))
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "2 ranks (1 node x 2, cuda) = TP 1 x PP 1 x CP 1 x DP 2", "shards      parameters, gradients and optimizer over DP 2",
+        "micro batches of up to 1024 tokens a rank, 1 to 4 an update, by their lengths", "memory of each GPU, in the backward of ",
+        "  CUDA context           0.60 GiB  beside torch\n", " GiB of 79.6 GiB; ", "  assumed: micro batches as large as data.max_token_len_per_gpu",
+        "disk        0.00 GiB a checkpoint, at most 1 at a time: 0.0 GiB more, ",
+    ):
+        assert text in done.stdout, text
+    data = json.loads(mfsdp(*args, "--json", cwd=tmp_path, PATH=str(smi.parent)).stdout)
+    assert data["memory"]["fits"] is True and data["memory"]["allocated"]["moments"] == 8 * 107072 // 2
+    assert data["disk"]["checkpoint_bytes"] == 12 * 107072 and data["plan"]["micro_batch_tokens"] == 1024
+    done = mfsdp(*args, "engine.device=cpu", cwd=tmp_path)
+    assert "memory: not predicted on CPU" in done.stdout
+
+
 # ---------------------------------------------------------------- disk
 
 def disk(facts=None, there=0, **overrides):
@@ -313,7 +351,8 @@ def test_disk_that_is_too_small():
     """A checkpoint is 85.1 GiB, and four of them 340.4."""
     assert disk_told(340.5) == []
     [few] = disk_told(340.4)
-    assert (few.level, few.key) == ("warning", "trainer.max_ckpt_to_keep") and "4 more checkpoints of 85.1 GiB (model + optimizer)" in few.why
+    assert (few.level, few.key) == ("warning", "trainer.max_ckpt_to_keep")
+    assert "4 more checkpoints of 85.1 GiB (model + optimizer)" in few.why
     assert few.fix.startswith("trainer.max_ckpt_to_keep=2,") and disk_told(340.4, trainer__max_ckpt_to_keep=2) == []
     [none] = disk_told(80)
     assert (none.level, none.code, none.key) == ("error", 4, "trainer.output_dir") and "is 85.1 GiB, and 80.0 GiB are free" in none.why

@@ -44,6 +44,18 @@ def test_warmup_never_exceeds_the_run():
     assert warmup_steps(100, 0.2, 50) == 50
 
 
+def test_micro_batches():
+    """8 rows over DP 2: by tokens one micro batch if they are short, at worst 4; by rows ceil(4 / 3) = 2 of at most 3 x 1,024 tokens."""
+    def of(settings):
+        plan = make_plan(settings, make_facts())
+        return plan.micro_batch_tokens, plan.min_micro_batches, plan.max_micro_batches
+
+    assert of(make_settings()) == (1024, 1, 4) and of(make_settings(data__max_token_len_per_gpu=10**6, data__max_length=512)) == (4096, 1, 4)
+    assert of(make_settings(data__use_dynamic_bsz=False, data__micro_batch_size_per_gpu=3)) == (3072, 2, 2)
+    assert of(make_settings(data__use_dynamic_bsz=False, data__micro_batch_size_per_gpu=9)) == (4096, 1, 1)
+    assert of(grpo_settings()) == (8192, 1, 64) and of(grpo_settings(actor__use_dynamic_bsz=False)) == (2048, 32, 32)
+
+
 def test_ranks_and_rows_add_up_in_any_layout():
     draw = random.Random(0)
     for _ in range(200):
