@@ -149,11 +149,11 @@ def _overrides(words: Iterable[Text], path: str, kind: str, problems: list[Probl
     while words:
         word = words.pop(0)
         where = f"{path}:{word.line}"
-        if word.text.startswith("--") and not word.why:
+        if word.text.startswith("--"):
             option, equals, value = word.text.partition("=")
             takes = option in ("--config-path", "--config-name", "--config-dir") and not equals
             value = words.pop(0).text if takes and words else value
-            if option in ("--config-name", "--config-dir") and not OWN_CONFIGS.fullmatch(value):
+            if option == "--config-name" and not OWN_CONFIGS.fullmatch(value):
                 why = "the settings of this file are not read"
                 problems.append(Problem(option, value, why, "add its keys to the YAML by hand", where))
             continue

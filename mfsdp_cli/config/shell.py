@@ -210,6 +210,10 @@ class Reader(Expander):
         for assign in node.assignments:
             self.assign(assign, own)
             own.exported.add(assign.name)
+        while name == "env" and len(words) > 1 and re.match(r"[A-Za-z_]\w*=", words[1].text):
+            variable, _, value = words.pop(1).text.partition("=")
+            own.variables[variable] = replace(words[0], text=value)
+            own.exported.add(variable)
         if (function := state.functions.get(name)) is not None:
             return self.call(function, words[1:], state)
         if name in ("[", "[[", "test"):
@@ -297,12 +301,33 @@ class Reader(Expander):
         return self.run(Simple(node.assignments, node.words[1:], node.line), state) if len(node.words) > 1 else True
 
     def do_source(self, words, node, state) -> bool:
-        named = words[1].text if len(words) > 1 else ""
+        named = next((t.text for t in words[1:] if not t.text.startswith("-")), words[0].text)
         self.script.notes.append((node.line, f"{named} is another file, which is not read: what it sets is not known"))
         return True
 
-    def do_eval(self, words, node, state) -> None:
-        self.script.notes.append((node.line, "eval is not followed"))
+    def do_eval(self, words, node, state) -> bool | None:
+        return self.run_text(joined(words[1:], " "), node.line, state)
+
+    def do_bash(self, words, node, state) -> bool | None:
+        """bash -c 'commands'; bash FILE starts another file."""
+        options = [t.text for t in words[1:2] if t.text.startswith("-") and t.text.endswith("c")]
+        if options and len(words) > 2:
+            return self.run_text(words[2], node.line, state.copy())
+        return self.do_source(words, node, state)
+
+    do_sh = do_bash
+
+    def run_text(self, text: Text, line: int, state: State) -> bool | None:
+        if text.why:
+            self.script.notes.append((line, f"what is run here is not known: {'; '.join(text.why)}"))
+            return None
+        if self.depth >= 20:
+            raise TooLong
+        self.depth += 1
+        try:
+            return self.run(Parser(text.text, line - 1).parse(), state)
+        finally:
+            self.depth -= 1
 
     def do_read(self, words, node, state) -> None:
         """Builtins that set variables: read, mapfile, printf -v."""

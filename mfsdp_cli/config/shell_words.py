@@ -21,6 +21,7 @@ class WordParser:
     """Moves over the characters of a script. Raises ShellSyntaxError."""
 
     text: str
+    before: int = 0  # lines before the text, where it is part of a script
     pos: int = 0
     here: list[tuple[str, bool]] = field(default_factory=list)  # here-documents whose bodies follow the next line break
 
@@ -28,7 +29,7 @@ class WordParser:
         self.starts = [0] + [m.end() for m in re.finditer("\n", self.text)]
 
     def line(self, pos: int | None = None) -> int:
-        return bisect_right(self.starts, self.pos if pos is None else pos)
+        return self.before + bisect_right(self.starts, self.pos if pos is None else pos)
 
     def error(self, why: str, pos: int | None = None) -> ShellSyntaxError:
         return ShellSyntaxError(self.line(pos), why)

@@ -63,7 +63,8 @@ launch "a${X:-"b c"}d" ${X:-'q r'} "${X:-'q r'}" k=${X:-"m n"}
 set -- p q "r s"; launch "$@" $# "$*"; shift 2; launch "$@" $1
 X="  a b  "; launch $X "[$X]" y${X}z; X=; launch "$X" $X ${X:-d} ${X-d} "a$X"
 (( 3 > 2 )) && launch math; X=a; X+=b; launch $X; Y=$X$X"$X"; launch "$Y"
-launch a;launch b;if true;then launch 1;fi
+C="launch e \$X 'y z'"; X=3; eval "$C"; eval launch f '"g h"'; X=4; eval "X=5"; launch $X
+bash -c 'true; false'; env A=1 true; launch a;launch b;if true;then launch 1;fi
 if [ "$#" -lt 1 ]; then exit 1; fi; launch enough; exit; launch never
 """
 LONG = r"""launch a \
@@ -167,9 +168,18 @@ def test_exports_lines_and_doubts():
 
 
 def test_other_files_and_eval_are_told():
-    script = read_script("source env.sh\n. other\neval \"$X\"", {}, None)
-    assert [(line, why.split(",")[0]) for line, why in script.notes] == [
-        (1, "env.sh is another file"), (2, "other is another file"), (3, "eval is not followed")]
+    script = read_script("source env.sh\n. other\neval \"$X\"\nbash -x more.sh", {}, None)
+    assert [(line, why.partition(",")[0]) for line, why in script.notes] == [
+        (1, "env.sh is another file"), (2, "other is another file"), (3, "what is run here is not known: $X is not set in the script (line 3)"),
+        (4, "more.sh is another file")]
+
+
+def test_commands_in_texts():
+    script = read_script("\nX=1\nbash -c 'launch a\nlaunch $0 b' \nsh -xc \"launch $X\"\nenv A=1 B=2 launch c", {}, [])
+    found = [(c.line, [w.text for w in c.words]) for c in script.commands]
+    assert found == [(3, ["launch", "a"]), (4, ["launch", "$0", "b"]), (5, ["launch", "1"]), (6, ["env", "launch", "c"])]
+    assert {name: v.text for name, v in script.commands[-1].environ.items()} == {"A": "1", "B": "2"}
+    assert read_script("\neval 'launch ( x'", {}, []).faults == [(2, "the ( is never closed")]
 
 
 @pytest.mark.parametrize("text, line, why", [
