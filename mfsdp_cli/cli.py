@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -11,11 +12,14 @@ from typing import Annotated, Literal, Optional
 import typer
 
 from mfsdp_cli import __version__, cli_config, cli_train
-from mfsdp_cli.errors import EXIT_CODES, MACHINE_UNFIT, OK, RUN_FAILED, USAGE, MfsdpError, Problem
+from mfsdp_cli.errors import BAD_INPUT, EXIT_CODES, INTERRUPTED, MACHINE_UNFIT, OK, RUN_FAILED, USAGE, MfsdpError, Problem
 from mfsdp_cli.options import STYLE, CheckpointPath, Json, NoColor, Quiet
 from mfsdp_cli.output import Console, print_json, print_stderr, print_stdout, save_traceback, silence_stdout
 
-REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)  # what a machine may refuse: not a bug of ours
+# What a machine may refuse, and paths that lead nowhere: no bugs of ours
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO,
+           errno.ESTALE)
+NO_WAY = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 OVERVIEW = """Post-train Hugging Face language models with Megatron-FSDP
 
 \b
@@ -177,8 +181,12 @@ def main() -> None:
 def guarded(call: Callable[[], int | None], args: list[str]) -> int:
     """Turn every way in which the call can end into an exit code; with --json among the args a failure is an object too."""
     console = Console(json="--json" in args, no_color="--no-color" in args)
+    told = print_json.count
     try:
-        return call() or OK
+        code = call() or OK
+        if code == INTERRUPTED and print_json.count == told:  # typer ends so after Ctrl-C; a run that was launched tells its own end
+            return _print_failure(console, code, [Problem("interrupted", "", EXIT_CODES[INTERRUPTED], "start again", code=code)])
+        return code
     except MfsdpError as error:
         return _fail(console, error)
     except SystemExit as error:  # typer's own answer to a broken pipe on stdout, where its help goes
@@ -187,15 +195,22 @@ def guarded(call: Callable[[], int | None], args: list[str]) -> int:
             return OK
         raise
     except OSError as error:
-        if error.errno not in REFUSED:
+        if error.errno not in REFUSED + NO_WAY:
             return _own_bug(console, error)
-        where = str(error.filename) if error.filename else "file system"
-        problem = Problem(where, "", error.strerror, "make it writable, or choose another place", code=MACHINE_UNFIT)
+        refused = error.errno in REFUSED
+        fix, code = ("make it writable, or choose another place", MACHINE_UNFIT) if refused else ("name another place", BAD_INPUT)
+        return _fail(console, MfsdpError(Problem(str(error.filename or "file system"), "", error.strerror, fix, code=code)))
+    except UnicodeEncodeError as error:
+        if not any("\udc80" <= letter <= "\udcff" for letter in error.object):
+            return _own_bug(console, error)
+        problem = Problem("command line", ascii(error.object), "it holds a name that is not valid text", "rename it", code=USAGE)
         return _fail(console, MfsdpError(problem))
     except Exception as error:
         if not hasattr(error, "show"):
             return _own_bug(console, error)
-        error.show()  # a usage error, or the help of a bare call; typer does not export these classes
+        text = io.StringIO()
+        error.show(text)  # a usage error, or the help of a bare call; typer does not export these classes
+        print_stderr(text.getvalue().rstrip("\n"))
         return _print_failure(console, USAGE, [Problem("command line", "", error.format_message(), "mfsdp -h", code=USAGE)])
 
 

@@ -18,9 +18,30 @@ def complete_preset(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_key(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Keys; and once there is only one, its values, so that the shell puts no space after the = sign.
+
+    zsh and fish hand over KEY=VALUE as one word; bash cuts it at the = sign, and replaces only what stands behind.
+    """
     from mfsdp_cli.config.values import leaves
 
-    return [f"{key}=" for key in dict.fromkeys(key for kind in _kinds(ctx) for key in leaves(kind)) if key.startswith(incomplete)]
+    settings = {key: leaf for kind in _kinds(ctx) for key, leaf in leaves(kind).items()}
+    words = [word for word in getattr(ctx, "params", {}).get("settings") or [] if word != "="]
+    if words and words[-1] in settings:  # without its =, so it is a key that bash has cut off
+        return _values(settings[words[-1]], incomplete.removeprefix("="))
+    key, equals, value = incomplete.partition("=")
+    keys = [key] if equals else [k for k in settings if k.startswith(incomplete)]
+    if len(keys) == 1 and keys[0] in settings:
+        return [f"{keys[0]}={text}" for text in _values(settings[keys[0]], value)] or [f"{keys[0]}="]
+    return [f"{k}=" for k in keys] if not equals else []
+
+
+def _values(leaf, incomplete: str) -> list[str]:
+    """Choices of a setting, or its default: something to start from."""
+    if leaf.kind.startswith(("list", "dict")):
+        return []
+    default = [] if leaf.default is None else [leaf.default]
+    choices = leaf.choices or ((True, False) if leaf.kind == "bool" else default)
+    return [text for text in map(str, choices) if text.startswith(incomplete)]
 
 
 def complete_rule(incomplete: str) -> list[str]:

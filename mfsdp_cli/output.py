@@ -105,7 +105,12 @@ def _styled(word: str, color: bool) -> str:
 def print_stdout(text: str) -> None:
     """Write to stdout. A reader that has seen enough (`| head`) is no failure: the rest goes nowhere."""
     try:
-        sys.stdout.write(text + "\n")
+        try:
+            sys.stdout.write(text + "\n")
+        except UnicodeEncodeError:  # a file name that is no valid text goes out as the bytes it is; what the terminal lacks, escaped
+            encoding = sys.stdout.encoding or "utf-8"
+            known = "".join(c if "\udc80" <= c <= "\udcff" else c.encode(encoding, "backslashreplace").decode(encoding) for c in text)
+            sys.stdout.buffer.write((known + "\n").encode(encoding, "surrogateescape"))
         sys.stdout.flush()
     except BrokenPipeError:
         silence_stdout()
@@ -155,7 +160,16 @@ def print_json(data: dict) -> None:
     clean = {"schema": JSON_SCHEMA, **_finite(data, "", non_finite)}
     if non_finite:
         clean["non_finite"] = non_finite
-    print_stdout(json.dumps(clean, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(clean, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(clean, allow_nan=False)
+    print_stdout(text)
+    print_json.count += 1
+
+
+print_json.count = 0  # how many objects this process has printed: a command prints one, however it ends
 
 
 def _finite(value, path: str, non_finite: list[str]):

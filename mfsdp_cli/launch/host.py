@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+MEMORY_EVENTS = "/sys/fs/cgroup/memory.events"
+
 
 def list_gpus(environ: Mapping[str, str]) -> list[tuple[str, int, float]]:
     """(name, memory MiB, compute capability) of each visible GPU; none when there is no working nvidia-smi."""
@@ -71,6 +73,12 @@ def host_memory_gib() -> float:
     return total / 2**30
 
 
+def oom_kills() -> int:
+    """How many processes of our cgroup the kernel has killed so far because memory was used up; 0 where that is not told."""
+    words = read_words(MEMORY_EVENTS)
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+
+
 def read_words(path: str) -> list[str]:
     """Words of a small file of the kernel's; none when it is not there."""
     try:
@@ -113,3 +121,15 @@ def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
 
 def _metadata_name(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def ray_token(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a process needs in its environment to join a Ray cluster by its address.
+
+    Ray 2.60: `ray start` demands a token as soon as the home folder has one, which any local ray.init puts there; but a process
+    that joins by an explicit address offers it only in token mode, and else fails with a message about a lost connection. A
+    cluster without tokens takes processes in token mode too.
+    """
+    default = os.path.join(environ.get("HOME", ""), ".ray", "auth_token")
+    has_token = environ.get("RAY_AUTH_TOKEN") or os.path.isfile(environ.get("RAY_AUTH_TOKEN_PATH") or default)
+    return {"RAY_AUTH_MODE": "token"} if has_token and "RAY_AUTH_MODE" not in environ else {}

@@ -20,7 +20,9 @@ from pathlib import Path
 
 from mfsdp_cli.errors import Problem
 from mfsdp_cli.launch.facts import PACKAGES
-from mfsdp_cli.launch.host import free_disk_gib, host_memory_gib, installed_versions, list_gpus, nearest_parent, num_cores, read_words
+from mfsdp_cli.launch.host import (
+    free_disk_gib, host_memory_gib, installed_versions, list_gpus, nearest_parent, num_cores, ray_token, read_words,
+)
 
 IMPORT_LIMIT_S = 120.0
 RAY_LIMIT_S = 30.0
@@ -165,7 +167,7 @@ def ask_ray(address: str, environ: Mapping[str, str]) -> Answer:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_LIMIT_S).close()
         except OSError as error:
             return Answer(False, str(error.strerror or error))
-    return ask([sys.executable, "-c", RAY_PROGRAM, address], environ, RAY_LIMIT_S)
+    return ask([sys.executable, "-c", RAY_PROGRAM, address], {**environ, **ray_token(environ)}, RAY_LIMIT_S)
 
 
 def _end_group(child: subprocess.Popen) -> None:

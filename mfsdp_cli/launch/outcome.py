@@ -20,6 +20,15 @@ TABLE_ENTRY = re.compile(r"^\s+rank\s*: (\d+) .*\n\s+exitcode\s*: (-?\d+) ", re.
 TORCHRUN_REPORT = re.compile(r"^E\d{4} [^\n]*failed \(exitcode: ", re.MULTILINE)
 # A rank that dies so takes the others down, and they write failure files about lost connections: these come second
 FATAL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+MORE_HOST_MEMORY = "fewer ranks or samplers a node, or more memory for the job"
+# What a rank says when memory is used up -> (whose, the way out)
+OUT_OF_MEMORY = {
+    re.compile(r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"): (
+        "GPU memory", "lower data.max_token_len_per_gpu (grpo: actor.ppo_max_token_len_per_gpu, rollout.gpu_memory_utilization), "
+        "engine.recompute=full, more TP or more ranks"),
+    re.compile(r"node running low on memory|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|^MemoryError"): (
+        "host memory", MORE_HOST_MEMORY),
+}
 
 
 @dataclass(frozen=True)
@@ -53,12 +62,13 @@ class Outcome:
         }
 
 
-def conclude(attempt: Attempt, returncode: int, stop_signal: int | None, forced: bool) -> Outcome:
+def conclude(attempt: Attempt, returncode: int, stop_signal: int | None, forced: bool, num_oom_kills: int = 0) -> Outcome:
     """Judge an ended child.
 
-    returncode   as subprocess has it: negative for a signal
-    stop_signal  the first signal that asked us to stop, if any
-    forced       we ended the processes ourselves, so their failures say nothing
+    returncode     as subprocess has it: negative for a signal
+    stop_signal    the first signal that asked us to stop, if any
+    forced         we ended the processes ourselves, so their failures say nothing
+    num_oom_kills  processes that the kernel killed meanwhile, in our cgroup, because memory was used up
     """
     checkpoint = latest_complete(attempt.run_dir / CHECKPOINTS)
     common = {"run_dir": attempt.run_dir, "attempt_dir": attempt.path, "checkpoint": checkpoint}
@@ -66,14 +76,14 @@ def conclude(attempt: Attempt, returncode: int, stop_signal: int | None, forced:
         return _stopped(common, stop_signal, "ended at once on request; steps after the last checkpoint are lost")
     dead_rank, code = _torchrun_table(attempt.log)
     if returncode < 0:
-        return _died(attempt, common, None, returncode)
+        return _died(attempt, common, None, returncode, num_oom_kills)
     if -code in FATAL_SIGNALS:
-        return _died(attempt, common, dead_rank, code)
+        return _died(attempt, common, dead_rank, code, num_oom_kills)
     if failures := _failures(attempt.path):
         return _failed(attempt, common, failures)
     result = _read_json(attempt.path / "result.json")
     if returncode != 0 and result is None:
-        return _died(attempt, common, dead_rank, code or returncode)
+        return _died(attempt, common, dead_rank, code or returncode, num_oom_kills)
     if result is None:
         return _without_result(attempt, common, stop_signal)
     common |= {"step": result.get("step"), "total_steps": result.get("total_steps"), "metrics": result.get("metrics") or {}}
@@ -108,7 +118,7 @@ def _failed(attempt: Attempt, common: dict, failures: list[dict]) -> Outcome:
     message = f"{who}: {first.get('type', 'error')}: {first.get('message', '')}"
     _write_failure(attempt, {**first, "failed_ranks": [f.get("rank") for f in failures]})
     log, tail = _tail(attempt.path / f"{name}.log", attempt.log)
-    problems = [Problem(**p) for p in first.get("problems") or []]
+    problems = [Problem(**p) for p in first.get("problems") or []] + _memory_problems(f"{first.get('type')}: {first.get('message')}")
     if first.get("type") == "MfsdpError":  # mistakes of the user's, told one by one: no need of the traceback, nor of all of them on one line
         message, log, tail = f"{who}, for the reasons above", None, []
     return Outcome(first.get("exit_code") or RUN_FAILED, "failed", message=message, problems=problems, log=log, log_tail=tail, **common)
@@ -123,21 +133,29 @@ def _torchrun_table(log: Path) -> tuple[int | None, int]:
     return (fatal or entries[-1:] or [(None, 0)])[0]
 
 
-def _died(attempt: Attempt, common: dict, rank: int | None, code: int) -> Outcome:
+def _memory_problems(text: str) -> list[Problem]:
+    """The way out when a rank failed because memory was used up; its own words come with the failure."""
+    return [Problem(whose, "used up", "a rank asked for more than there is", fix, code=RUN_FAILED)
+            for pattern, (whose, fix) in OUT_OF_MEMORY.items() if pattern.search(text)]
+
+
+def _died(attempt: Attempt, common: dict, rank: int | None, code: int, num_oom_kills: int) -> Outcome:
     """No rank could tell: a signal, or an end before our code ran. rank None: the process that we started."""
     who = attempt.program if rank is None else f"rank {rank}"
     log, tail = _tail(*([] if rank is None else [attempt.path / f"rank{rank}.log"]), attempt.log)
     if code < 0:
-        exit_code, status, message = SIGNAL_BASE - code, "killed", f"{who} was killed by {signal_words(-code)}"
+        exit_code, status, message = SIGNAL_BASE - code, "killed", f"{who} was killed by {signal_words(-code, num_oom_kills)}"
     else:
         exit_code, status, message = RUN_FAILED, "failed", f"{who} ended with exit code {code} and left no failure file"
     _write_failure(attempt, {"rank": rank, "type": status, "message": message, "exit_code": exit_code, "problems": []})
     return Outcome(exit_code, status, message=message, log=log, log_tail=tail, **common)
 
 
-def signal_words(number: int) -> str:
-    """ 'signal 9 (SIGKILL)', with the usual reason where there is one."""
-    reasons = {signal.SIGKILL: "; most likely the host ran out of memory: see dmesg, or give the job more",
+def signal_words(number: int, num_oom_kills: int = 0) -> str:
+    """ 'signal 9 (SIGKILL)', with the reason where it is known, or the usual one where there is one."""
+    certain = f"; the host ran out of memory: its kernel killed {num_oom_kills} of the processes here. Use {MORE_HOST_MEMORY}"
+    likely = f"; most likely the host ran out of memory: dmesg tells. Then use {MORE_HOST_MEMORY}"
+    reasons = {signal.SIGKILL: certain if num_oom_kills > 0 else likely,
                signal.SIGSEGV: "; a crash in native code", signal.SIGTERM: ", from outside mfsdp"}
     try:
         name = signal.Signals(number).name

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mfsdp_cli.launch.folder import Attempt
+from mfsdp_cli.launch.host import oom_kills
 from mfsdp_cli.launch.outcome import Outcome, conclude
 from mfsdp_cli.output import Console, StepLines, print_stderr
 
@@ -42,7 +43,7 @@ def run(command: list[str], environment: dict[str, str], attempt: Attempt, conso
 
     command, environment  argument list and complete environment of the child
     """
-    mark = uuid.uuid4().hex
+    mark, killed_before = uuid.uuid4().hex, oom_kills()
     with _signals_recorded() as received, open(attempt.log, "ab", buffering=0) as log, StepLines(console) as steps:
         parent = os.getpid()
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -57,7 +58,7 @@ def run(command: list[str], environment: dict[str, str], attempt: Attempt, conso
             print_stderr(f"warning: these processes do not end, not even by SIGKILL (is a driver stuck?): {survivors}")
         child.wait()
         child.stdout.close()
-    return conclude(attempt, child.returncode, received[0][0] if received else None, forced)
+    return conclude(attempt, child.returncode, received[0][0] if received else None, forced, oom_kills() - killed_before)
 
 
 def _watch(child: subprocess.Popen, attempt: Attempt, received: list[tuple[int, float]], lines: _Lines) -> bool:

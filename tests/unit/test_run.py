@@ -23,7 +23,7 @@ def say(text): os.write(2, b"\\x1emfsdp " + text.encode() + b"\\n")
 def save(step):
     from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
     tmp = begin(run_dir / "checkpoints", step); (tmp / "trainer.json").write_text("{}")
-    return str(commit(tmp, Manifest(step, 9, 8 * step, ["model"], {"world": 1}, "float32", 8, "Qwen2ForCausalLM", "tiny", 1)))
+    return str(commit(tmp, Manifest(step, 9, 8 * step, ["model", "optimizer", "extra"], {"world": 1}, "float32", 8, "Qwen2ForCausalLM", "tiny", 1)))
 def result(**fields): (attempt / "result.json").write_text(json.dumps(fields))
 def wait_for_stop():
     while not (attempt / "stop").exists(): time.sleep(0.02)
@@ -241,7 +241,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path, number):
 
 def test_a_signal_before_the_first_step_of_a_resumed_run_gives_75(tmp_path):
     folder = begin(tmp_path / "run/checkpoints", 4)
-    saved = commit(folder, Manifest(4, 9, 32, ["model"], {"world": 1}, "float32", 8, "Qwen2ForCausalLM", "tiny", 1))
+    saved = commit(folder, Manifest(4, 9, 32, ["model", "optimizer", "extra"], {"world": 1}, "float32", 8, "Qwen2ForCausalLM", "tiny", 1))
     process = launch(tmp_path, 'say("loading model tiny")\ntime.sleep(99)')
     process.stderr.readline()
     process.send_signal(signal.SIGTERM)
