@@ -140,3 +140,143 @@ def test_an_installed_environment_is_left_alone(tmp_path):
 def test_quickstart_explains_a_wrong_option_without_installing():
     done = subprocess.run([ROOT / "scripts" / "quickstart.sh", "--help-me"], capture_output=True, text=True)
     assert done.returncode == 2 and "--dir DIR" in done.stdout and done.stderr == ""
+
+
+# ---------------------------------------------------------------- Slurm
+
+# Stand-ins that write down how they were called. srun runs its program once for each task, with the task's number; `mfsdp` says
+# that it was called, waits for USR1 if told to, and ends as $ENDS says.
+SRUN = '''
+echo "srun $*" >>"$CALLS"
+tasks=$SLURM_NNODES
+while [[ ${1:-} == --* ]]; do [[ $1 == --ntasks=* ]] && tasks=${1#--ntasks=}; shift; done
+pids=()
+for ((i = 0; i < tasks; i++)); do SLURM_PROCID=$i "$@" & pids+=($!); done
+trap 'kill -USR1 "${pids[@]}"' USR1
+trap 'kill -TERM "${pids[@]}" 2>/dev/null; exit 143' TERM
+worst=0
+for pid in "${pids[@]}"; do
+  code=0; wait "$pid" || code=$?
+  while kill -0 "$pid" 2>/dev/null; do code=0; wait "$pid" || code=$?; done
+  ((code > worst)) && worst=$code
+done
+exit "$worst"
+'''
+SCONTROL = '''
+echo "scontrol $*" >>"$CALLS"
+if [[ $1 == show ]]; then printf '%s\\n' ${SLURM_JOB_NODELIST//,/ }; fi
+'''
+MFSDP = '''
+echo "mfsdp $*" >>"$CALLS"
+if [[ -n ${WAITS:-} ]]; then
+  trap 'echo "mfsdp got USR1" >>"$CALLS"; exit "$ENDS"' USR1
+  touch "$WAITS.$SLURM_PROCID"
+  while :; do sleep 0.1; done
+fi
+exit "${ENDS:-0}"
+'''
+RAY = '''
+echo "ray $* mode=$RAY_AUTH_MODE token=${#RAY_AUTH_TOKEN}" >>"$CALLS"
+case $1 in
+  start) trap 'echo "ray ended" >>"$CALLS"; exit 0' TERM; touch "$CALLS.joined.$RANDOM$RANDOM"; while :; do sleep 0.1; done ;;
+  status) for node in "$CALLS".joined.*; do [[ -e $node ]] && echo " 1 node_abc"; done; true ;;
+esac
+'''
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Start a Slurm script among the stand-ins; returns the process and a function that reads the calls."""
+    for name, body in {"srun": SRUN, "scontrol": SCONTROL, "mfsdp": MFSDP, "ray": RAY}.items():
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}")
+        (tmp_path / "bin" / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    calls.touch()
+
+    def start(script, *args, **environ):
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SRUN", "RAY"))}
+        environ = clean | {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "CALLS": str(calls), "SLURM_JOB_ID": "12345", "SLURM_NNODES": "3",
+                           "SLURM_JOB_NODELIST": "n1,n2,n3", "SLURM_GPUS_ON_NODE": "8"} | environ
+        return subprocess.Popen([ROOT / "scripts" / script, *args], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    start.calls = lambda prefix: sorted(line for line in calls.read_text().splitlines() if line.startswith(prefix))
+    return start
+
+
+def test_slurm_starts_one_launcher_a_node(slurm):
+    job = slurm("slurm-sft.sh", "--config", "my run.yaml", "optim.lr=2e-5")
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 0, err
+    flags = "--nnodes 3 --rdzv-endpoint n1:22345 --nproc 8 --config my run.yaml optim.lr=2e-5"
+    assert slurm.calls("mfsdp") == [f"mfsdp sft --node-rank {rank} {flags}" for rank in range(3)]
+    assert slurm.calls("scontrol") == ["scontrol show hostnames n1,n2,n3"], "a run that is done is not queued again"
+
+
+@pytest.mark.parametrize("script", ["slurm-sft.sh", "slurm-grpo.sh"])
+def test_slurm_queues_a_stopped_job_again(slurm, tmp_path, script):
+    import signal
+    import time
+
+    job = slurm(script, "--config", "a.yaml", WAITS=str(tmp_path / "up"), ENDS="75")
+    tasks = 3 if script == "slurm-sft.sh" else 1
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("up.*"))) < tasks:
+        assert time.monotonic() < deadline and job.poll() is None, job.communicate()
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 75 and "queueing job 12345 again" in err
+    assert slurm.calls("mfsdp got") == ["mfsdp got USR1"] * tasks and "scontrol requeue 12345" in slurm.calls("scontrol")
+
+
+@pytest.mark.parametrize("ends", [1, 3, 137])
+def test_slurm_leaves_a_failed_job_as_it_is(slurm, ends):
+    job = slurm("slurm-sft.sh", "--config", "a.yaml", ENDS=str(ends))
+    job.communicate(timeout=30)
+    assert job.returncode == ends and slurm.calls("scontrol requeue") == []
+
+
+def test_slurm_makes_a_ray_cluster_for_the_job_and_ends_it(slurm):
+    job = slurm("slurm-grpo.sh", "--config", "a.yaml", RAY_ADDRESS="elsewhere:1")
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert slurm.calls("mfsdp") == ["mfsdp grpo --nnodes 3 --ray-address n1:22345 --nproc 8 --config a.yaml"]
+    guard = "mode=token token=64"
+    head, worker = f"ray start --head --node-ip-address=n1 --port=22345 --block {guard}", f"ray start --address=n1:22345 --block {guard}"
+    assert slurm.calls("ray start") == sorted([head, worker, worker])
+    assert len(slurm.calls("ray status")) >= 1 and slurm.calls("ray ended") == ["ray ended"] * 3
+    started = [call for call in slurm.calls("srun") if "ray start" in call]
+    assert any("--nodelist=n1" in call for call in started) and any("--ntasks=2" in call and "--exclude=n1" in call for call in started)
+
+
+def test_slurm_does_not_wait_for_ever_for_nodes(slurm):
+    job = slurm("slurm-grpo.sh", "--config", "a.yaml", SLURM_JOB_NODELIST="n1,n2,n3,n4", SLURM_NNODES="4", MFSDP_RAY_LIMIT_S="0")
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 4 and "nodes have joined Ray" in err and slurm.calls("mfsdp") == []
+
+
+@pytest.mark.parametrize("script", ["slurm-sft.sh", "slurm-grpo.sh"])
+def test_slurm_files_are_for_sbatch(slurm, script):
+    job = slurm(script, SLURM_JOB_ID="")
+    out, err = job.communicate(timeout=30)
+    assert (job.returncode, out) == (2, "") and "this is a file for sbatch" in err
+    text = (ROOT / "scripts" / script).read_text()
+    assert re.search(r"^#SBATCH --signal=B:USR1@\d+$", text, re.M) and "#SBATCH --requeue\n" in text
+    assert text.index("#SBATCH") < text.index("set -euo pipefail"), "sbatch reads its lines only before the first command"
+
+
+def test_what_slurm_starts_is_accepted_by_the_command(tmp_path):
+    """The flags of slurm-sft.sh, on every node, dry."""
+    from inputs_for_tests import write_chats, write_model
+
+    from mfsdp_cli.launch.start import check
+
+    write_model(tmp_path / "model")
+    write_chats(tmp_path / "train.parquet", 64)
+    for rank in range(3):
+        flags = {"node-rank": rank, "nnodes": 3, "rdzv-endpoint": "n1:22345", "nproc": 8, "model": str(tmp_path / "model"),
+                 "train-files": [str(tmp_path / "train.parquet")], "output": str(tmp_path / "run")}
+        checked = check("sft", preset=None, config=None, flags=flags, resume=None, environ={"PATH": ""},
+                        assignments=["engine.device=cpu", "engine.dtype=float32", "data.train_batch_size=24"])
+        assert checked.exit_code == 0 and checked.plan.world_size == 24, checked.problems
