@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mfsdp_cli.config.load import dump_yaml
 from mfsdp_cli.config.values import kind_of
-from mfsdp_cli.errors import OK, RUN_FAILED, MfsdpError, Problem
+from mfsdp_cli.errors import BAD_INPUT, OK, RUN_FAILED, MfsdpError, Problem
 from mfsdp_cli.launch.export import run_child
 
 if TYPE_CHECKING:
@@ -22,15 +22,16 @@ MODULE = "mfsdp_cli.train.check_data"
 
 def check_data(checked: Checked, module: str = MODULE) -> tuple[Checked, dict | None]:
     """The run with what its rows are like among its problems, and the report: {"splits": …}. Nothing is read, and the report is
-    None, when other errors come first: the model, the files or the settings may be the wrong ones.
+    None, when something is wrong with the model or the files; other errors, such as too few GPUs, do not matter here.
 
     Raises MfsdpError when the child process fails; its own messages are on stderr.
     """
-    if checked.exit_code != OK:
-        why = "the rows were not read: the errors come first"
-        note = Problem("--check-data", "", why, "correct them, and call it again", "command line", level="note")
-        return replace(checked, problems=[*checked.problems, note]), None
     settings, facts = checked.settings, checked.facts
+    files = settings.data.train_files + settings.data.val_files
+    if not settings.model.path or not files or any(p.level == "error" and p.code == BAD_INPUT for p in checked.problems):
+        why = "the rows were not read: what is wrong with the model or the files comes first"
+        note = Problem("--check-data", "", why, "correct it, and call it again", "command line", level="note")
+        return replace(checked, problems=[*checked.problems, note]), None
     with tempfile.TemporaryDirectory(prefix="mfsdp-check-data-") as folder:
         config, report = Path(folder) / "config.yaml", Path(folder) / "report.json"
         config.write_text(dump_yaml(settings), encoding="utf-8")
@@ -55,6 +56,6 @@ def data_lines(report: dict | None) -> list[str]:
     for split in report["splits"]:
         tokens = split["tokens"] or dict.fromkeys(("total", "min", "median", "p99", "max"), 0)
         cells = (split["rows"], split["usable"], *tokens.values(), split["limit"], split["above"])
-        fate = f"  {100 * split['above_share']:.2g} % {split['fate']}" if split["above"] else ""
+        fate = f"  {100 * split['above_share']:.1f} % {split['fate']}" if split["above"] else ""
         lines.append(f"{split['name']:<12}" + "".join(f"{cell:>10}" for cell in cells) + fate)
     return lines

@@ -92,7 +92,8 @@ def check_chats(name: str, files: list[str], most: int, settings, chat: ChatToke
     fate = "refused" if data.truncation == "error" else "cut"
     split = summary(name, files, len(rows), len(rows) - len(faults), lengths, limit, fate)
     if split["above"] and data.truncation != "error":
-        why = f"{split['above']} of {len(rows)} conversations are longer and lose their {'beginning' if data.truncation == 'left' else 'end'}"
+        end = "beginning" if data.truncation == "left" else "end"
+        why = f"{split['above']} of {len(rows)} conversations are longer and lose their {end}"
         fix = f"raise it to {max(lengths)} to keep them whole"
         problems.append(Problem("data.max_length", str(limit), why, fix, level="warning"))
     return split | {"targets": num_targets}, problems, largest_id

@@ -15,7 +15,7 @@ from grpo_for_tests import grpo_settings
 from inputs_for_tests import write_chats, write_prompts
 from make_tiny_model import make_tokenizer
 
-from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, OK, MfsdpError, Problem
+from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, MACHINE_UNFIT, MfsdpError, Problem
 from mfsdp_cli.launch import check_data as launcher
 from mfsdp_cli.launch.plan import make_plan
 from mfsdp_cli.launch.start import Checked
@@ -65,7 +65,8 @@ def test_the_longest_row_against_the_limit(model, chats):
     assert (split["above"], split["usable"], split["fate"], split["above_share"]) == (1, 19, "refused", 0.05)
     assert problem.where == f"{chats} row 19" and problem.code == BAD_INPUT and f"it is {most} tokens long" in problem.why
     (split,), (problem,) = check("sft", sft(chats, data__max_length=most - 1, data__truncation="right"), str(model))
-    assert split["usable"] == 20 and split["fate"] == "cut" and problem.level == "warning" and problem.fix == f"raise it to {most} to keep them whole"
+    assert split["usable"] == 20 and split["fate"] == "cut" and problem.level == "warning"
+    assert problem.fix == f"raise it to {most} to keep them whole"
     # A micro batch of TP 4 with sequence parallelism is a multiple of 4.
     assert check("sft", sft(chats, data__max_token_len_per_gpu=103, engine__tensor_model_parallel_size=4), str(model))[0][0]["limit"] == 100
 
@@ -75,7 +76,8 @@ def test_rows_without_a_target_are_named(model, tmp_path):
     import pyarrow.parquet as pq
 
     path = str(tmp_path / "bad.parquet")
-    pq.write_table(pa.table({"messages": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in ("b", " ", "c")]}), path)
+    rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in ("b", " ", "c")]
+    pq.write_table(pa.table({"messages": rows}), path)
     (split,), (problem,) = check("sft", sft(path), str(model))
     assert split["usable"] == 2 and problem.where == f"{path} row 1" and "nothing to learn" in problem.why
 
@@ -129,8 +131,9 @@ def test_a_model_that_does_not_fit_its_tokenizer(model, chats, tmp_path):
 CHILD = """
 import json, sys
 assert sys.argv[1] == "sft" and "model.path" and open(sys.argv[sys.argv.index("--config") + 1]).read()
-split = {"name": "training", "files": ["t"], "rows": 1000, "usable": 990, "tokens": {"total": 5000, "min": 2, "median": 5, "p99": 9, "max": 12},
-         "limit": 9, "above": 10, "above_share": 0.01, "fate": "refused", "targets": 7}
+tokens = {"total": 5000, "min": 2, "median": 5, "p99": 9, "max": 12}
+split = {"name": "training", "files": ["t"], "rows": 1000, "usable": 990, "tokens": tokens, "limit": 9,
+         "above": 10, "above_share": 0.01, "fate": "refused", "targets": 7}
 problem = {"key": "data", "found": "row 3", "why": "too long", "fix": "cut it", "where": "t row 3", "code": 5, "level": "error"}
 if EXIT:
     sys.exit(EXIT)
@@ -158,16 +161,16 @@ def test_what_the_child_finds_joins_the_problems(tmp_path, child):
     assert result.exit_code == BAD_INPUT and result.problems[0].where == "t row 3"
     head, line = launcher.data_lines(report)
     assert head.split() == ["data", "rows", "usable", "tokens", "min", "median", "p99", "max", "limit", "above"]
-    assert line.split() == ["training", "1000", "990", "5000", "2", "5", "9", "12", "9", "10", "1", "%", "refused"]
+    assert line.split() == ["training", "1000", "990", "5000", "2", "5", "9", "12", "9", "10", "1.0", "%", "refused"]
 
 
-def test_nothing_is_read_when_other_errors_come_first(tmp_path):
-    wrong = Problem("a", "1", "wrong", "right")
+def test_nothing_is_read_when_files_or_model_are_wrong(tmp_path, child):
+    wrong = Problem("data.train_files", "a", "wrong", "right", code=BAD_INPUT)
     result, report = launcher.check_data(checked(tmp_path, [wrong]), "no_such_module")
-    assert report is None and launcher.data_lines(report) == [] and result.exit_code == CONFIG_INVALID
+    assert report is None and launcher.data_lines(report) == [] and result.exit_code == BAD_INPUT
     assert [p.level for p in result.problems] == ["error", "note"]
-    remark = replace(wrong, level="note")
-    assert checked(tmp_path, [remark]).exit_code == OK
+    for other in (replace(wrong, level="warning"), replace(wrong, code=CONFIG_INVALID), replace(wrong, code=MACHINE_UNFIT)):
+        assert launcher.check_data(checked(tmp_path, [other]), child())[1] is not None
 
 
 def test_a_child_that_fails_is_told(tmp_path, child):
