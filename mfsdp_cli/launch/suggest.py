@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -150,20 +150,43 @@ def search(settings: SftSettings | GrpoSettings, origins: dict[str, str], facts:
         raise MfsdpError(Problem("model.path", str(settings.model.path), why, "--model, with a folder or a model in the local cache",
                                  origins.get("model.path", "default")))
     tried = list(candidates(settings, facts))
-    fitting = [s for s in tried if s.memory.total_bytes <= ROOM * s.memory.gpu_bytes]
-    errors = [{(p.key, p.found, p.why): p for p in check(with_values(settings, s.values), origins, facts) if p.level == "error"}
-              for s in fitting]
-    searched = {key for s in fitting for key in s.values}
-    shared = set.intersection(*(set(e) for e in errors)) if errors else set()
-    shared = {problem for problem in shared if problem[0] not in searched}
-    legal = [s for s, found in zip(fitting, errors) if set(found) <= shared]
-    problems = [replace(p, level="warning") for name, p in errors[0].items() if name in shared] if errors else []
-    if not legal:
-        smallest = min(tried, key=lambda s: s.memory.total_bytes, default=None)
-        problems.append(_nothing_fits(facts, smallest, [p for found in errors for p in found.values()]))
+    layouts, shared, refused = sift([s for s in tried if s.memory.total_bytes <= ROOM * s.memory.gpu_bytes],
+                                    lambda s: check(with_values(settings, s.values), origins, facts))
+    problems = [replace(p, level="warning") for p in shared]
+    if not layouts:
+        problems.append(_nothing_fits(facts, min(tried, key=lambda s: s.memory.total_bytes, default=None), refused))
     now = layout_with(settings, {key: read(settings, key) for key in (NPROC, TP, EP, RECOMPUTE, micro_batch_key(settings))}, facts)
     return Suggestions(facts.num_gpus, settings.trainer.nnodes, facts.gpu_memory_mib[0] * 2**20, num_parameters(shape), now,
-                       tuple(largest_only(legal))[:SHOWN], problems)
+                       tuple(layouts[:SHOWN]), problems)
+
+
+def sift(fitting: list[Suggestion], judge: Callable[[Suggestion], list[Problem]]) -> tuple[list[Suggestion], list[Problem], list[Problem]]:
+    """The layouts that rules let pass, best first; the errors that all share; and the others, for which layouts were left out.
+
+    Of layouts that differ in the size of micro batches alone, the largest that passes; with recomputation only if it is larger still.
+    """
+    def errors(layout: Suggestion) -> dict[tuple, Problem]:
+        return {(p.key, p.found, p.why): p for p in judge(layout) if p.level == "error"}
+
+    alike: dict[tuple, list[Suggestion]] = {}
+    for layout in sorted(fitting, key=lambda s: -s.memory.tokens):
+        alike.setdefault((layout.values[TP], layout.values[EP], layout.values[RECOMPUTE]), []).append(layout)
+    ends = [errors(layout) for group in alike.values() for layout in {id(s): s for s in (group[0], group[-1])}.values()]
+    searched = {key for layout in fitting for key in layout.values}
+    names = set.intersection(*map(set, ends)) if ends else set()
+    shared = {name for name in names if name[0] not in searched}
+    best, refused = {}, {}
+    for key, group in alike.items():
+        for layout in group:
+            others = {name: p for name, p in errors(layout).items() if name not in shared}
+            if not others:
+                best[key] = layout
+                break
+            refused |= others
+    without = {(tp, ep): layout.memory.tokens for (tp, ep, recompute), layout in best.items() if recompute == "none"}
+    useful = [layout for (tp, ep, recompute), layout in best.items()
+              if recompute == "none" or layout.memory.tokens > without.get((tp, ep), 0)]
+    return sorted(useful, key=lambda layout: layout.order), [ends[0][name] for name in shared], list(refused.values())
 
 
 def layout_with(settings: SftSettings | GrpoSettings, values: dict[str, object], facts: Facts) -> Suggestion:
@@ -203,20 +226,6 @@ def micro_batch_sizes(settings: SftSettings | GrpoSettings, dp: int) -> list[int
     smallest, share = (longest, rows * longest) if by_tokens(settings) else (1, rows)
     most = max(smallest, min(share, MOST_TOKENS if by_tokens(settings) else MOST_TOKENS // longest))
     return [smallest * 2**k for k in range(int(math.log2(most / smallest)) + 1)]
-
-
-def largest_only(layouts: list[Suggestion]) -> list[Suggestion]:
-    """Of layouts that differ in the size of micro batches alone, the one with the largest; recomputation only where it makes them
-    larger still. Best first."""
-    best: dict[tuple, Suggestion] = {}
-    for layout in layouts:
-        same = (layout.values[TP], layout.values[EP], layout.values[RECOMPUTE])
-        if same not in best or layout.memory.tokens > best[same].memory.tokens:
-            best[same] = layout
-    without = {(tp, ep): layout.memory.tokens for (tp, ep, recompute), layout in best.items() if recompute == "none"}
-    useful = [layout for (tp, ep, recompute), layout in best.items()
-              if recompute == "none" or layout.memory.tokens > without.get((tp, ep), 0)]
-    return sorted(useful, key=lambda layout: layout.order)
 
 
 def _nothing_fits(facts: Facts, smallest: Suggestion | None, errors: list[Problem]) -> Problem:
