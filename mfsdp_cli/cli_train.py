@@ -27,7 +27,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Check all of it a
 
 
 Suggest = Annotated[bool, typer.Option("--suggest", help="List layouts that fit the GPUs, fastest first; starts nothing")]
-Gpus = Annotated[Optional[int], typer.Option("--gpus", min=1, max=1024, help="With --suggest: GPUs of each node; default: those that are here")]
+Gpus = Annotated[Optional[int], typer.Option("--gpus", min=1, max=1024, help="With --suggest: GPUs of each node; default: those here")]
 GpuMemory = Annotated[Optional[str], typer.Option("--gpu-memory", metavar="SIZE", help="With --suggest: memory of each GPU, as 80GiB")]
 
 

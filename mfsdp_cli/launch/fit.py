@@ -156,7 +156,7 @@ def _assumptions(settings, plan: Plan, facts: Facts, shape: Shape):
 
 def memory_problems(settings: SftSettings | GrpoSettings, plan: Plan, facts: Facts) -> list[Problem]:
     """A warning when the predicted peak is above the GPU's memory, an error far above it; with what would help, by how much."""
-    found = predict_memory(settings, plan, facts)
+    found = None if validates_only(settings) else predict_memory(settings, plan, facts)
     if found is None or found.fits is not False:
         return []
     parts = sorted({**found.allocated, **found.outside}.items(), key=lambda part: -part[1])[:NAMED_PARTS]

@@ -61,14 +61,15 @@ def dry_run_text(checked: Checked) -> str:
 def predictions(checked: Checked) -> tuple[Memory | None, Disk | None]:
     settings, plan, facts = checked.settings, checked.plan, checked.facts
     there = len(complete_steps(checked.run_dir / CHECKPOINTS))
-    return predict_memory(settings, plan, facts), predict_disk(settings, plan, facts, there)
+    memory = None if validates_only(settings) else predict_memory(settings, plan, facts)
+    return memory, predict_disk(settings, plan, facts, there)
 
 
 def memory_lines(memory: Memory | None, checked: Checked) -> list[str]:
     """Memory of a GPU by part, largest first, and what it takes for granted."""
     if memory is None:
-        why = "not predicted on CPU" if checked.plan.device == "cpu" else "not predicted without the model's config.json"
-        return [f"memory: {why}"]
+        why = "on CPU" if checked.plan.device == "cpu" else "without training" if validates_only(checked.settings) else "without config.json"
+        return [f"memory: not predicted {why}"]
     rows = [(name, size, "") for name, size in memory.allocated.items()]
     rows += [(name, size, "beside torch") for name, size in memory.outside.items()]
     rows = sorted((row for row in rows if row[1]), key=lambda row: -row[1])

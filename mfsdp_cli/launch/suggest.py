@@ -173,8 +173,7 @@ def sift(fitting: list[Suggestion], judge: Callable[[Suggestion], list[Problem]]
         alike.setdefault((layout.values[TP], layout.values[EP], layout.values[RECOMPUTE]), []).append(layout)
     ends = [errors(layout) for group in alike.values() for layout in {id(s): s for s in (group[0], group[-1])}.values()]
     searched = {key for layout in fitting for key in layout.values}
-    names = set.intersection(*map(set, ends)) if ends else set()
-    shared = {name for name in names if name[0] not in searched}
+    shared = {name: p for name, p in (ends[0] if ends else {}).items() if name[0] not in searched and all(name in e for e in ends)}
     best, refused = {}, {}
     for key, group in alike.items():
         for layout in group:
@@ -186,7 +185,7 @@ def sift(fitting: list[Suggestion], judge: Callable[[Suggestion], list[Problem]]
     without = {(tp, ep): layout.memory.tokens for (tp, ep, recompute), layout in best.items() if recompute == "none"}
     useful = [layout for (tp, ep, recompute), layout in best.items()
               if recompute == "none" or layout.memory.tokens > without.get((tp, ep), 0)]
-    return sorted(useful, key=lambda layout: layout.order), [ends[0][name] for name in shared], list(refused.values())
+    return sorted(useful, key=lambda layout: layout.order), list(shared.values()), list(refused.values())
 
 
 def layout_with(settings: SftSettings | GrpoSettings, values: dict[str, object], facts: Facts) -> Suggestion:

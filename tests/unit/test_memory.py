@@ -257,6 +257,7 @@ def test_nothing_is_predicted_where_nothing_is_known():
     assert predicted(make_settings(), make_facts(model_config=None)) is None
     unknown = predicted(make_settings(), make_facts(gpu_memory_mib=(0,) * 8))
     assert unknown.gpu_bytes is None and unknown.fits is None
+    assert told(grpo_settings(trainer__val_only=True), grpo_facts(gpu_memory_mib=(1024,) * 8)) == []
     assert memory_problems(make_settings(), make_plan(make_settings(), make_facts()), make_facts(gpu_memory_mib=(0,) * 8)) == []
 
 
