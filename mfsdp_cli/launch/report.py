@@ -68,8 +68,8 @@ def predictions(checked: Checked) -> tuple[Memory | None, Disk | None]:
 def memory_lines(memory: Memory | None, checked: Checked) -> list[str]:
     """Memory of a GPU by part, largest first, and what it takes for granted."""
     if memory is None:
-        why = "on CPU" if checked.plan.device == "cpu" else "without training" if validates_only(checked.settings) else "without config.json"
-        return [f"memory: not predicted {why}"]
+        lacks = "training" if validates_only(checked.settings) else "the model's config.json"
+        return [f"memory: not predicted {'on CPU' if checked.plan.device == 'cpu' else f'without {lacks}'}"]
     rows = [(name, size, "") for name, size in memory.allocated.items()]
     rows += [(name, size, "beside torch") for name, size in memory.outside.items()]
     rows = sorted((row for row in rows if row[1]), key=lambda row: -row[1])
