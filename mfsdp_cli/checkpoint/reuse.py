@@ -66,8 +66,8 @@ def model_checkpoint(path: str | Path, warnings: list[Problem] | None = None) ->
 
 
 def load_contents(settings: SftSettings | GrpoSettings) -> list[str]:
-    """What a resume restores."""
-    contents = settings.checkpoint.load_contents
+    """What a resume restores; of a run that only validates, the weights."""
+    contents = ["model"] if getattr(settings.trainer, "val_only", False) else settings.checkpoint.load_contents
     return settings.checkpoint.save_contents if contents is None else contents
 
 

@@ -328,7 +328,7 @@ def checked(folder, *assignments, resume=None):
 def save(run_dir, step):
     folder = begin(run_dir / "checkpoints", step)
     (folder / "trainer.json").write_text("{}")
-    return commit(folder, Manifest(step, 9, 8 * step, ["model"], {"world": 1}, "float32", 8, "Qwen2ForCausalLM", "model", 1))
+    return commit(folder, Manifest(step, 9, 8 * step, ["model", "optimizer", "extra"], {"world": 1}, "float32", 8, "Qwen2ForCausalLM", "model", 1))
 
 
 def folder_errors(result):
