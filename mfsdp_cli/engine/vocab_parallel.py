@@ -65,14 +65,13 @@ class _LabelLogProbs(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
         log_sum, mean_shifted = sums[0].log(), sums[1] / sums[0]
         log_total, mean = largest + log_sum, largest + mean_shifted
-        ctx.logits, ctx.num_real = logits, real.shape[-1]
-        ctx.save_for_backward(columns, log_total, mean)
+        ctx.num_real = real.shape[-1]
+        ctx.save_for_backward(logits, columns, log_total, mean)  # logits too: checkpointing drops what is saved, and no attribute
         return sums[2] - log_total, log_sum - mean_shifted
 
     @staticmethod
     def backward(ctx, grad, grad_entropy):
-        columns, log_total, mean = ctx.saved_tensors
-        logits, ctx.logits = ctx.logits, None
+        logits, columns, log_total, mean = ctx.saved_tensors
         logits[:, ctx.num_real :] = 0
         _gradient_(logits[:, : ctx.num_real], columns, log_total, mean, grad, grad_entropy)
         return logits, None, None

@@ -175,12 +175,12 @@ def after_the_layers(shape: Shape, layout: Layout) -> int:
 def logits(shape: Shape, layout: Layout, tokens: int, temperature: float = 1.0) -> int:
     """Logits of a micro batch when the loss goes backward, in the computing dtype; their gradient overwrites them.
 
-    Above MOST_LOGITS they are formed in pieces, and again in the backward pass; yet those of the forward pass stay, since
-    engine.vocab_parallel keeps them as an attribute of the autograd node, which checkpointing does not drop (measured: the
-    four peaks agree with T x V, not with one piece). A temperature other than 1 divides into a second tensor.
+    0 above MOST_LOGITS: they are formed in pieces then, and again in the backward pass. A temperature other than 1 divides into a
+    second tensor.
     """
-    whole = tokens * _columns(shape, layout) * layout.width
-    return whole * 2 if temperature != 1.0 and not piece_of_logits(shape, layout, tokens) else whole
+    if piece_of_logits(shape, layout, tokens):
+        return 0
+    return tokens * _columns(shape, layout) * layout.width * (1 if temperature == 1.0 else 2)
 
 
 def piece_of_logits(shape: Shape, layout: Layout, tokens: int, temperature: float = 1.0) -> int:

@@ -146,7 +146,7 @@ def test_logits_by_hand():
     assert memory.logits(TINY_QWEN3, Layout(tp=2), 10) == 10 * 256 * 2
     large = benchmark("1.5b")  # 2^31 numbers are 14,134 tokens of 151,936; a piece has 2^29 // 151,936 = 3,533
     assert memory.piece_of_logits(large, ONE, 14134) == 0
-    assert memory.piece_of_logits(large, ONE, 14135) == 3533 * 151936 * 2 and memory.logits(large, ONE, 14135) == 14135 * 151936 * 2
+    assert memory.piece_of_logits(large, ONE, 14135) == 3533 * 151936 * 2 and memory.logits(large, ONE, 14135) == 0
     assert memory.piece_of_logits(large, ONE, 14135, temperature=0.7) == 2 * 3533 * 151936 * 2
 
 
@@ -167,8 +167,10 @@ def test_peak_of_a_small_model_by_hand():
     ("0.5b", 16384, 29.4), ("1.5b", 16384, 64.5), ("1.5b", 32768, 102.3), ("3b", 16384, 110.5),
 ])
 def test_the_measured_peaks(shape, tokens, measured_gib):
-    """scripts/bench_sft.py on one H200 (README, Measured): torch.cuda.max_memory_allocated, no recomputation."""
-    assert training_peak(benchmark(shape), ONE, tokens).total / GIB == pytest.approx(measured_gib, rel=0.01)
+    """scripts/bench_sft.py on one H200 (README, Measured): torch.cuda.max_memory_allocated, no recomputation. When these were measured,
+    the pieces of the logits stayed until the backward pass (T x V, in 2 bytes), which the engine has since been cured of."""
+    kept = tokens * 151936 * 2
+    assert (training_peak(benchmark(shape), ONE, tokens).total + kept) / GIB == pytest.approx(measured_gib, rel=0.01)
 
 
 # ---------------------------------------------------------------- what holds for any model
@@ -194,9 +196,12 @@ def test_more_of_anything_moves_memory_the_right_way():
             assert memory.shard(shape, more) <= memory.shard(shape, here)
         for term in (memory.saved_by_layer, memory.saved_by_recomputation):
             assert term(shape, more_tp) <= term(shape, here)
-        assert memory.logits(shape, more_tp, tokens) <= memory.logits(shape, here, tokens)
         peak = training_peak(shape, here, tokens, recompute)
-        assert training_peak(shape, here, tokens + 1000, recompute).total >= peak.total
+        # logits that are formed in pieces take less than those just few enough to be formed at once
+        if bool(memory.piece_of_logits(shape, here, tokens)) == bool(memory.piece_of_logits(shape, more_tp, tokens)):
+            assert memory.logits(shape, more_tp, tokens) <= memory.logits(shape, here, tokens)
+        if bool(memory.piece_of_logits(shape, here, tokens)) == bool(memory.piece_of_logits(shape, here, tokens + 1000)):
+            assert training_peak(shape, here, tokens + 1000, recompute).total >= peak.total
         assert training_peak(shape, here, tokens, "full").total <= training_peak(shape, here, tokens, "none").total
         assert all(size >= 0 for size in peak.parts.values()) and peak.total >= 18 * memory.shard(shape, here)
 

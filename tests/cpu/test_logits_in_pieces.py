@@ -1,0 +1,49 @@
+"""Logits formed in pieces, and again in the backward pass: the same step, and never more than one piece of them in memory."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import pytest
+from models import Layout, build, conversations, largest_difference, packed_log_probs, step, weights
+from ranks import run_ranks
+
+BATCH = conversations(0)
+
+def train(model, layout: Layout, most_logits: int | None):
+    from mfsdp_cli.engine import forward
+
+    alive: list[weakref.ref] = []
+    most = 0
+    original = forward.label_log_probs
+
+    def watched(logits, *args):
+        nonlocal most
+        alive.append(weakref.ref(logits))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return original(logits, *args)
+
+    forward.label_log_probs = watched
+    if most_logits:
+        forward.MOST_LOGITS = most_logits
+    engine = build(model, layout)
+    before = packed_log_probs(engine, BATCH)
+    alive.clear()
+    most = 0
+    stepped = step(engine, BATCH, 1e-3)
+    return before, stepped, weights(engine), len(alive), most
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(ranks=2), Layout(ranks=2, tp=2, sp=False), Layout(ranks=2, tp=2, sp=True)], ids=str)
+def test_pieces_change_nothing_and_do_not_pile_up(tiny, layout):
+    at_once = run_ranks(layout.ranks, train, tiny("qwen2"), layout, None)
+    columns = 512 // layout.tp
+    in_pieces = run_ranks(layout.ranks, train, tiny("qwen2"), layout, 16 * columns)  # so 4 tokens a piece
+    for (before, stepped, after, formed, most), (before_p, stepped_p, after_p, formed_p, most_p) in zip(at_once, in_pieces, strict=True):
+        for mine, theirs in zip(before_p, before, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(stepped_p, stepped, rtol=1e-6)
+        assert largest_difference(after_p, after) < 1e-6
+        assert (formed, most) == (1, 1)
+        assert formed_p > 2 * (20 // 4) and most_p == 1  # each is formed twice
