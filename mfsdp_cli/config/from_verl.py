@@ -26,7 +26,7 @@ from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, USAGE, MfsdpError, Probl
 from mfsdp_cli.launch.facts import Facts, ParquetFacts
 
 HOME = "\uf8ff"  # stands for $HOME while the script is read: a letter that no script has
-LARGEST_SCRIPT = 1_000_000  # bytes
+LARGEST_SCRIPT = 200_000  # bytes
 TRAINER = re.compile(r"(?:[\w./-]*[./])?(?P<name>(?:fsdp_)?sft_trainer(?:_\w+)?|main_(?:ppo|dapo)(?:_\w+)?)(?:\.py)?")
 OWN_CONFIGS = re.compile(r"(ppo|sft|dapo)(_\w+)?_trainer(_engine)?(\.yaml)?")  # configurations that come with verl
 TORCHRUN = {"nproc_per_node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
@@ -85,7 +85,7 @@ def _read(path: str) -> str:
         reason = getattr(e, "strerror", None) or str(e)
         raise MfsdpError(Problem(path, "", f"cannot be read: {reason}", "give the path of a shell script", code=BAD_INPUT)) from None
     if data is None:
-        raise MfsdpError(Problem(path, "", "more than 1 MB is no launch script", "give the path of a shell script", code=BAD_INPUT))
+        raise MfsdpError(Problem(path, "", "more than 200 kB is no launch script", "give the path of a shell script", code=BAD_INPUT))
     return data.decode("utf-8-sig", errors="replace")
 
 

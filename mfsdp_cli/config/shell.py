@@ -15,7 +15,7 @@ from mfsdp_cli.config.shell_math import arithmetic, test
 from mfsdp_cli.config.shell_syntax import DECLARE, Parser
 from mfsdp_cli.config.shell_tree import Arithmetic, Assign, Block, Case, Chain, For, Function, If, Not, ShellSyntaxError, Simple, While
 
-MOST_STEPS = 20_000  # commands read; a script that loops more is no launch script
+MOST_STEPS = 5_000  # commands read; a script that loops more is no launch script
 SUCCEED = {"cd", "mkdir", "echo", "sleep", "rm", "true", ":"}
 
 

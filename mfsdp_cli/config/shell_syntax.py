@@ -13,6 +13,9 @@ from mfsdp_cli.config.shell_words import WordParser
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]\n=\s]*\])?(\+?)=")
 NAME = re.compile(r"[A-Za-z_]\w*")
+FUNCTION = re.compile(r"(?:function[ \t]+([\w:.-]+)[ \t]*(?:\([ \t]*\))?|([\w:.-]+)[ \t]*\([ \t]*\))")
+DESCRIPTOR = re.compile(r"\d+(?=[<>])|\{\w+\}(?=[<>])")
+DEEPEST = 60  # commands within commands
 REDIRECTIONS = {"<", ">", ">>", "<<", "<<-", "<<<", ">&", "<&", "<>", ">|", "&>", "&>>"}
 ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}"}
 DECLARE = {"export", "declare", "local", "readonly", "typeset"}
@@ -50,6 +53,14 @@ class Parser(WordParser):
         return Chain(first, tuple(rest), line) if rest else first
 
     def pipe(self):
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise self.error("nested too deeply to be read")
+        node = self.whole_pipe()
+        self.depth -= 1
+        return node
+
+    def whole_pipe(self):
         self.skip_blanks()
         line = self.line()
         if self.keyword() == "!":
@@ -79,7 +90,7 @@ class Parser(WordParser):
             node = Block(self.block({")"}).nodes, line, subshell=True)
             if not self.take(")"):
                 raise self.error("the ( is never closed", start)
-        elif match := re.compile(r"(?:function[ \t]+([\w:.-]+)[ \t]*(?:\([ \t]*\))?|([\w:.-]+)[ \t]*\([ \t]*\))").match(self.text, start):
+        elif match := FUNCTION.match(self.text, start):
             self.pos = match.end()
             self.skip_lines()
             return Function(match[1] or match[2], self.command(), line)
@@ -217,7 +228,7 @@ class Parser(WordParser):
     def redirection(self) -> bool:
         """Take one, if one stands here. Where the output goes is of no interest."""
         self.skip_blanks()
-        match = re.compile(r"\d+(?=[<>])|\{\w+\}(?=[<>])").match(self.text, self.pos)
+        match = DESCRIPTOR.match(self.text, self.pos)
         start, self.pos = self.pos, match.end() if match else self.pos
         operator = self.peek_operator()
         if operator not in REDIRECTIONS:

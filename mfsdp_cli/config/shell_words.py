@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from mfsdp_cli.config.shell_tree import Piece, ShellSyntaxError, Word
 
 PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]\n]*\])?")
+SIMPLE_PARAMETER = re.compile(r"\$([A-Za-z_]\w*|\d|[@*#?$!-])")
+KEYWORD = re.compile(r"[^\s;&|<>()'\"\\$`#]+(?=[\s;&|<>()]|$)")
+ANSI_QUOTED = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.S)
 OPERATOR = re.compile(r":[-=?+]|[-=?+]|##?|%%?|//?|:|\^\^?|,,?|@")
 OPERATORS = re.compile(r"&&|\|\||;;&|;;|;&|\|&|&>>|&>|<<<|<<-|<<|>>|>&|<&|<>|>\||[;&|<>()\n]")
 RUN, QUOTED_RUN = re.compile(r"[^\s\\'\"`$};&|<>()]*"), re.compile(r"[^\\\"`$}]*")  # letters that mean nothing but themselves
@@ -23,6 +26,7 @@ class WordParser:
     text: str
     before: int = 0  # lines before the text, where it is part of a script
     pos: int = 0
+    depth: int = 0
     here: list[tuple[str, bool]] = field(default_factory=list)  # here-documents whose bodies follow the next line break
 
     def __post_init__(self):
@@ -89,7 +93,7 @@ class WordParser:
     def keyword(self) -> str:
         """The unquoted word that comes next, not taken."""
         self.skip_blanks()
-        match = re.compile(r"[^\s;&|<>()'\"\\$`#]+(?=[\s;&|<>()]|$)").match(self.text, self.pos)
+        match = KEYWORD.match(self.text, self.pos)
         return match[0] if match else ""
 
     def expect(self, keyword: str, since: int) -> None:
@@ -161,7 +165,7 @@ class WordParser:
             return [Piece("command", self.need("(", ")"), quoted)]
         if self.at("${"):
             return [self.braced(quoted)]
-        match = re.compile(r"\$([A-Za-z_]\w*|\d|[@*#?$!-])").match(self.text, start)
+        match = SIMPLE_PARAMETER.match(self.text, start)
         if match is None:
             self.pos += 1
             return [Piece("text", "$", quoted)]
@@ -197,7 +201,7 @@ class WordParser:
         return self.text[start + 1:end]
 
     def ansi(self) -> str:
-        match = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.S).match(self.text, self.pos)
+        match = ANSI_QUOTED.match(self.text, self.pos)
         if match is None:
             raise self.error("the $' is never closed")
         self.pos = match.end()

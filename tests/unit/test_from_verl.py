@@ -306,8 +306,8 @@ def test_files_that_cannot_be_read(tmp_path):
         with pytest.raises(MfsdpError) as caught:
             convert(str(path))
         assert caught.value.exit_code == BAD_INPUT and "cannot be read" in caught.value.problems[0].why
-    (tmp_path / "big").write_bytes(b"#" * 1_000_001)
-    with pytest.raises(MfsdpError, match="more than 1 MB"):
+    (tmp_path / "big").write_bytes(b"#" * 200_001)
+    with pytest.raises(MfsdpError, match="more than 200 kB"):
         convert(str(tmp_path / "big"))
     with pytest.raises(MfsdpError, match="expected NAME=VALUE"):
         convert(str(tmp_path / "big"), None, ["A-B=3"])
