@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mfsdp_cli.config.schema_grpo import GrpoSettings
 
 LEVELS = ("error", "warning", "note")
-READS = ("footers", "columns")
+READS = ("footers", "columns", "launch")
 OWN = "mfsdp: no library asks for it"
 KNOWN_GOOD = {"torch": "2.11.0", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "transformers": "5.12.1"}
 
@@ -39,7 +39,8 @@ class Rule:
     level     the gravest level of its problems
     kinds     kinds of run that it is for
     training  whether it is about training, and so not asked of a run that only validates
-    reads     what it looks at: footers (settings, config.json, parquet footers, environment, nvidia-smi), or columns of the data too
+    reads     what it looks at: footers (settings, config.json, parquet footers, environment, nvidia-smi), columns of the data too, or
+              what `launch` found out
     seen_in   package whose known-good version has the fault; with a newer one an error is told as a warning
     judge     (settings, facts, and what else it reads) -> problems
     """
@@ -148,4 +149,5 @@ def explain(r: Rule) -> list[str]:
 
 
 READS_WORDS = {"footers": "settings, config.json, footers of parquet files, environment, nvidia-smi",
-               "columns": "the columns data_source and reward_model.ground_truth of the data files"}
+               "columns": "the columns data_source and reward_model.ground_truth of the data files",
+               "launch": "the run folder, predictions from the plan, a call of the user's own function"}

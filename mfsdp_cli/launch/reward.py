@@ -4,7 +4,6 @@ and the columns that are graded by are read and judged (`config.rules_columns`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.config.rulebook import judge
@@ -20,19 +19,21 @@ if TYPE_CHECKING:
 
 
 def reward_problems(settings: SftSettings | GrpoSettings, origins: dict[str, str], facts: Facts) -> list[Problem]:
-    """What is wrong with the scorer and with what it grades by. A function is imported and called in a child process only; a dry
-    run does so too. Reads two columns of each file of prompts."""
+    """What is wrong with what is graded by. Reads two columns of each file of prompts."""
     if kind_of(settings) == "sft":
         return []
     found = list(read_columns(settings, facts))
     columns = [part for part in found if isinstance(part, Grading)]
-    problems = [part for part in found if isinstance(part, Problem)] + judge("columns", settings, origins, facts, columns)
-    if settings.reward.function is not None:
-        from mfsdp_cli.rewards.custom import check
+    return [part for part in found if isinstance(part, Problem)] + judge("columns", settings, origins, facts, columns)
 
-        told = check(settings.reward.function, first_row(settings.data.train_files + settings.data.val_files, facts))
-        problems += [replace(p, where=p.where or origins.get("reward.function", "")) for p in told]
-    return problems
+
+def function_problems(settings: SftSettings | GrpoSettings, facts: Facts) -> list[Problem]:
+    """What is wrong with reward.function. It is imported and called in a child process only; a dry run does so too."""
+    if kind_of(settings) == "sft" or settings.reward.function is None:
+        return []
+    from mfsdp_cli.rewards.custom import check
+
+    return check(settings.reward.function, first_row(settings.data.train_files + settings.data.val_files, facts))
 
 
 def first_row(files: list[str], facts: Facts) -> tuple[str, str, str, dict] | None:

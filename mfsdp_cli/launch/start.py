@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, complete_steps
 from mfsdp_cli.config.load import load
+from mfsdp_cli.config.rulebook import judge
 from mfsdp_cli.config.rules import check as check_rules
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.config.schema_grpo import GrpoSettings
@@ -20,7 +21,7 @@ from mfsdp_cli.launch.fit import disk_problems, memory_problems
 from mfsdp_cli.launch.folder import folder_problems, open_attempt, record_command, run_folder
 from mfsdp_cli.launch.outcome import Outcome, describe
 from mfsdp_cli.launch.plan import Plan, make_plan
-from mfsdp_cli.launch.reward import reward_problems
+from mfsdp_cli.launch.reward import function_problems, reward_problems
 from mfsdp_cli.launch.run import run
 from mfsdp_cli.output import Console, crash_folder, print_stderr
 
@@ -54,10 +55,13 @@ def check(kind: str, *, preset: str | None, config: str | None, assignments: lis
     facts = gather(loaded.settings, environ, run_dir)
     _name_checkpoints(loaded.settings, facts)
     problems = loaded.problems + check_rules(loaded.settings, origins, facts) + reward_problems(loaded.settings, origins, facts)
-    problems += folder_problems(run_dir, loaded.settings, origins)
     plan = make_plan(loaded.settings, facts)
-    problems += memory_problems(loaded.settings, plan, facts)
-    problems += disk_problems(loaded.settings, plan, facts, str(run_dir), len(complete_steps(run_dir / CHECKPOINTS)))
+    problems += judge("launch", loaded.settings, origins, facts, {
+        "function": function_problems(loaded.settings, facts),
+        "folder": folder_problems(run_dir, loaded.settings, origins),
+        "memory": memory_problems(loaded.settings, plan, facts),
+        "disk": disk_problems(loaded.settings, plan, facts, str(run_dir), len(complete_steps(run_dir / CHECKPOINTS))),
+    })
     return Checked(loaded.settings, origins, facts, plan, run_dir, list(dict.fromkeys(problems)))
 
 

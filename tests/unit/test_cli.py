@@ -166,7 +166,7 @@ def test_exit_codes_by_kind_of_problem(mfsdp, inputs):
 
 @pytest.fixture
 def prompts(inputs):
-    write_prompts(inputs / "prompts.parquet", 40)
+    write_prompts(inputs / "prompts.parquet", 140)
     return inputs
 
 
@@ -179,16 +179,16 @@ def test_grpo_dry_run_writes_nothing_and_shows_the_plan(mfsdp, prompts):
     assert done.returncode == 0 and snapshot(prompts) == before, done.stderr
     for text in (
         "verdict     would start", "2 ranks (1 node x 2, cpu) = TP 1 x PP 1 x CP 1 x DP 2", "samplers    1 hf engine on CPU",
-        "16 prompts x 8 responses = 128 samples a step, of at most 64 + 24 tokens; longer prompts are left out",
-        "16 prompts x 8 = 128 samples an update = 64 x DP 2; micro batches of up to 2048 tokens a rank", "16 // 16 mini batches = 1 a step",
-        "reference   none (no KL)", "0.0003 from the first step, then constant",
-        "30 (trainer.total_training_steps); an epoch has 40 prompts // 16 = 2; 8 prompts an epoch fill no batch",
-        "  prompts.parquet (40 rows)\n", "  out dir/samples/\n", "  VLLM_ALLREDUCE_USE_SYMM_MEM=0\n", "  CUDA_DEVICE_MAX_CONNECTIONS=8\n",
+        "64 prompts x 8 responses = 512 samples a step, of at most 64 + 24 tokens; longer prompts are left out",
+        "64 prompts x 8 = 512 samples an update = 256 x DP 2; micro batches of up to 4096 tokens a rank", "64 // 64 mini batches = 1 a step",
+        "reference   none (no KL)", "0 to 0.0005 in 8 steps, then constant",
+        "80 (trainer.total_training_steps); an epoch has 140 prompts // 64 = 2; 12 prompts an epoch fill no batch",
+        "  prompts.parquet (140 rows)\n", "  out dir/samples/\n", "  VLLM_ALLREDUCE_USE_SYMM_MEM=0\n", "  CUDA_DEVICE_MAX_CONNECTIONS=8\n",
         "command on node 0 (mfsdp grpo runs it", "-m mfsdp_cli.train.grpo --config 'out dir/attempts/001/config.yaml'",
     ):
         assert text in done.stdout, text
     data = json.loads(mfsdp(*GRPO, "-n", "--json", cwd=prompts).stdout)
-    assert data["plan"]["samples_per_step"] == 128 and len(data["nodes"]) == 1 and data["nodes"][0]["argv"][2] == "mfsdp_cli.train.grpo"
+    assert data["plan"]["samples_per_step"] == 512 and len(data["nodes"]) == 1 and data["nodes"][0]["argv"][2] == "mfsdp_cli.train.grpo"
 
 
 def test_grpo_flags(mfsdp, prompts):
@@ -203,7 +203,8 @@ def test_grpo_flags(mfsdp, prompts):
 
 
 def test_grpo_needs_ray_and_prompts(mfsdp, inputs):
-    done = mfsdp("grpo", "--preset", "grpo-tiny-cpu", "--model", "model", "--train-files", "train.parquet", "-n", cwd=inputs)
+    done = mfsdp("grpo", "--preset", "grpo-tiny-cpu", "--model", "model", "--train-files", "train.parquet", "-n",
+                 "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", cwd=inputs)
     assert done.returncode == 5 and "there is no column prompt" in done.stderr and "--for rl" in done.stderr
 
 
@@ -240,10 +241,10 @@ VALIDATION = ("grpo", "--preset", "grpo-tiny-cpu", "--model", "model", "--val-fi
 
 def test_a_validation_only_run_needs_no_training_data(mfsdp, prompts):
     done = mfsdp(*VALIDATION, "-n", cwd=prompts)
-    assert done.returncode == 0 and "40 prompts x 1, and nothing else (trainer.val_only)" in done.stdout, done.stderr
-    assert "updates" not in done.stdout and "prompts.parquet (40 rows)" in done.stdout
+    assert done.returncode == 0 and "140 prompts x 1, and nothing else (trainer.val_only)" in done.stdout, done.stderr
+    assert "updates" not in done.stdout and "prompts.parquet (140 rows)" in done.stdout
     plan = json.loads(mfsdp(*VALIDATION, "--train-files", "none.parquet", "-n", "--json", cwd=prompts).stdout)["plan"]
-    assert plan["total_steps"] == 0 and plan["num_val_rows"] == 40
+    assert plan["total_steps"] == 0 and plan["num_val_rows"] == 140
     without = mfsdp("grpo", "--preset", "grpo-tiny-cpu", "--model", "model", "--val-only", "-n", cwd=prompts)
     assert without.returncode == 3 and "nothing to validate on" in without.stderr and "data.train_files" not in without.stderr
 

@@ -8,7 +8,7 @@ from grpo_for_tests import grpo_facts, grpo_settings
 
 from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID
 from mfsdp_cli.launch.facts import read_footer
-from mfsdp_cli.launch.reward import reward_problems
+from mfsdp_cli.launch.reward import function_problems, reward_problems
 
 KIND = pa.struct([("style", pa.string()), ("ground_truth", pa.string())])
 
@@ -99,5 +99,7 @@ def test_damaged_pages_are_told(tmp_path):
     path.write_bytes(data)
     facts = grpo_facts(parquet={str(path): read_footer(str(path))})
     settings = grpo_settings(data__train_files=[str(path)], data__val_files=[], reward__function="none.py:f")
-    problem, function = reward_problems(settings, {}, facts)
-    assert problem.why.startswith("its rows cannot be read: ") and problem.code == BAD_INPUT and function.key == "reward.function"
+    problem, = reward_problems(settings, {}, facts)
+    assert problem.why.startswith("its rows cannot be read: ") and problem.code == BAD_INPUT
+    function, = function_problems(settings, facts)
+    assert function.key == "reward.function"

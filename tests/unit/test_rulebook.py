@@ -245,6 +245,14 @@ def graded(sources=("arithmetic",), golds=("1",), **nulls):
     return [Grading("train_files", prompt_file("train.parquet", len(golds), nulls=nulls), list(sources), list(golds))]
 
 
+def found(key):
+    """(evidence of the launcher that breaks the rule, and that keeps it)."""
+    return {key: [Problem(key, "", "why", "fix", "somewhere")]}, {key: []}
+
+
+OF_LAUNCH = {"memory-fits": found("memory"), "disk-fits": found("disk"), "run-folder": found("folder"),
+             "reward-function": found("function")}
+
 # Settings are the usual ones; what is in the columns breaks or keeps the rule.
 OF_COLUMNS = {
     "data-source-known": (graded(["unknown"]), graded(["openai/gsm8k"])),
@@ -270,14 +278,14 @@ RULES = [pytest.param(r, id=r.id) for r in book()]
 
 
 def test_no_rule_is_without_a_case_and_no_case_without_a_rule():
-    assert set(CASES) | set(OF_COLUMNS) == {r.id for r in book()}
+    assert set(CASES) | set(OF_COLUMNS) | set(OF_LAUNCH) == {r.id for r in book()}
     assert len(CASES) == len(SHARED) + len(OF_SFT) + len(OF_GRPO) and not set(CASES) & set(OF_COLUMNS)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_is_broken_and_just_kept(rule):
-    if rule.reads == "columns":
-        bad, good = (judge("columns", grpo_settings(), {}, grpo_facts(), c) for c in OF_COLUMNS[rule.id])
+    if rule.reads != "footers":
+        bad, good = (judge(rule.reads, grpo_settings(), {}, grpo_facts(), c) for c in (OF_COLUMNS | OF_LAUNCH)[rule.id])
         bad, good = ([p for p in found if p.rule == rule.id] for found in (bad, good))
     elif rule.id in ("override-known-field", "override-fits") and not transformer_config_fields(VERSIONS["megatron-core"]):
         pytest.skip("megatron-core is not installed, so its field names are unknown")
@@ -299,7 +307,7 @@ def test_a_rule_says_what_it_demands_and_who_asks(rule):
 def test_ids_are_unique_and_kinds_fit():
     assert len({r.id for r in book()}) == len(book()) > 100
     assert {r.id for r in book() if r.kinds == ("sft",)} == set(OF_SFT)
-    assert {r.id for r in book() if r.kinds == ("grpo",)} == set(OF_GRPO) | set(OF_COLUMNS)
+    assert {r.id for r in book() if r.kinds == ("grpo",)} == set(OF_GRPO) | set(OF_COLUMNS) | {"reward-function"}
 
 
 def test_a_fault_of_a_package_is_a_warning_with_a_newer_one():
