@@ -179,11 +179,11 @@ class Cluster:
         """The trainer ranks call the samplers themselves, buffer by buffer."""
         wait([t.hand_over_weights.remote(self.samplers, self.limit_s) for t in self.trainers], "the weights to be handed over", self.limit_s)
 
-    def on_both(self, method: str, rank_args: tuple, sampler_args: list[tuple]) -> None:
-        """The ranks' `method` and the samplers' of the same name at once, since each side waits for the other."""
-        refs = [t.call.remote(method, *rank_args) for t in self.trainers]
-        refs += [s.call.remote(method, *args) for s, args in zip(self.samplers, sampler_args, strict=True)]
-        wait(refs, f"trainer ranks and samplers: {method}", self.limit_s)
+    def on_both(self, of_ranks: str, rank_args: tuple, of_samplers: str, sampler_args: list[tuple]) -> None:
+        """A method of all ranks and one of all samplers at once, since each side waits for the other."""
+        refs = [t.call.remote(of_ranks, *rank_args) for t in self.trainers]
+        refs += [s.call.remote(of_samplers, *args) for s, args in zip(self.samplers, sampler_args, strict=True)]
+        wait(refs, f"trainer ranks and samplers: {of_ranks}, {of_samplers}", self.limit_s)
 
     def put(self, value):
         """An argument of several calls, handed over once."""

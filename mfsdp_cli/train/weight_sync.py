@@ -64,11 +64,11 @@ class NcclSync:
         world_size = 1 + cluster.num_samplers * workers_per_engine
         places = [{"master_address": address, "master_port": port, "rank_offset": 1 + i * workers_per_engine, "world_size": world_size}
                   for i in range(cluster.num_samplers)]
-        cluster.on_both("open_transfer", (address, port, world_size), [(place,) for place in places])
+        cluster.on_both("open_transfer", (address, port, world_size), "open_transfer", [(place,) for place in places])
 
     def send(self) -> int:
         self.cluster.on_samplers("begin_update")
-        self.cluster.on_both("broadcast_weights", (), [(self.layout,)] * self.cluster.num_samplers)
+        self.cluster.on_both("broadcast_weights", (), "receive", [(self.layout,)] * self.cluster.num_samplers)
         return _only(self.cluster.on_samplers("end_update"))
 
     def close(self) -> None:

@@ -30,3 +30,14 @@ def tiny(tmp_path_factory):
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory):
+    """Folder with train.parquet, 64 sums and differences for reinforcement learning, and test.parquet, 8 of them."""
+    from program import mfsdp
+
+    folder = tmp_path_factory.mktemp("prompts")
+    code, _, err = mfsdp("prep-data", "arithmetic", "--for", "rl", "-o", folder, "--rows", 64, "--test-rows", 8)
+    assert code == 0, err
+    return folder

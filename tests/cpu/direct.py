@@ -7,6 +7,7 @@ from pathlib import Path
 from ranks import free_port, run_ranks
 
 from mfsdp_cli.config.schema_grpo import GrpoSettings
+from mfsdp_cli.rewards.base import RewardResult
 from mfsdp_cli.train.process import RankProcess
 
 
@@ -72,3 +73,29 @@ def run_loop(settings: GrpoSettings, run_dir: Path, score, make_cluster=Direct) 
 
     run_ranks(1, _run, settings, run_dir, make_cluster, score)
     return list(read_metrics(run_dir))
+
+
+def settings_for(tiny, prompts: Path, run_dir, **overrides) -> GrpoSettings:
+    settings = GrpoSettings()
+    settings.model.path = str(tiny("qwen2"))
+    settings.data.train_files, settings.data.val_files = [str(prompts / "train.parquet")], [str(prompts / "test.parquet")]
+    settings.data.train_batch_size, settings.actor.ppo_mini_batch_size = 4, 4
+    settings.data.max_prompt_length, settings.data.max_response_length = 64, 12
+    settings.engine.device, settings.engine.dtype = "cpu", "float32"
+    settings.optim.lr, settings.actor.use_kl_loss, settings.rollout.name, settings.rollout.n = 3e-3, False, "hf", 4
+    settings.trainer.total_training_steps, settings.trainer.save_freq, settings.trainer.test_freq = 3, -1, -1
+    settings.trainer.val_before_train, settings.trainer.output_dir = False, str(run_dir)
+    for name, value in overrides.items():
+        section, _, field = name.partition("__")
+        assert hasattr(getattr(settings, section), field), name
+        setattr(getattr(settings, section), field, value)
+    return settings
+
+
+def by_letters(data_source, solution, ground_truth, extra_info) -> RewardResult:
+    """The share of letters: differs within every group of a random model, and can be learned."""
+    return RewardResult(sum(c.isascii() and c.isalpha() for c in solution) / max(1, len(solution)), solution[:3], "wrong")
+
+
+def steps(records) -> list[dict]:
+    return [r for r in records if "loss" in r]

@@ -6,50 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from direct import Direct, run_loop
-from program import mfsdp
+from direct import Direct, by_letters, run_loop, settings_for, steps
 
-from mfsdp_cli.config.schema_grpo import GrpoSettings
-from mfsdp_cli.errors import OK
 from mfsdp_cli.rewards.base import RewardResult
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("arithmetic")
-    code, _, err = mfsdp("prep-data", "arithmetic", "--for", "rl", "-o", folder, "--rows", 32, "--test-rows", 6)
-    assert code == OK, err
-    return folder
-
-
-def settings_for(tiny, data, run_dir, **overrides) -> GrpoSettings:
-    settings = GrpoSettings()
-    settings.model.path = str(tiny("qwen2"))
-    settings.data.train_files, settings.data.val_files = [str(data / "train.parquet")], [str(data / "test.parquet")]
-    settings.data.train_batch_size, settings.actor.ppo_mini_batch_size = 4, 4
-    settings.data.max_prompt_length, settings.data.max_response_length = 64, 12
-    settings.engine.device, settings.engine.dtype = "cpu", "float32"
-    settings.optim.lr, settings.actor.use_kl_loss, settings.rollout.name, settings.rollout.n = 3e-3, False, "hf", 4
-    settings.trainer.total_training_steps, settings.trainer.save_freq, settings.trainer.test_freq = 3, -1, -1
-    settings.trainer.val_before_train, settings.trainer.output_dir = False, str(run_dir)
-    for name, value in overrides.items():
-        section, _, field = name.partition("__")
-        assert hasattr(getattr(settings, section), field), name
-        setattr(getattr(settings, section), field, value)
-    return settings
-
-
-def by_letters(data_source, solution, ground_truth, extra_info) -> RewardResult:
-    """The share of letters: differs within every group of a random model, and can be learned."""
-    return RewardResult(sum(c.isascii() and c.isalpha() for c in solution) / max(1, len(solution)), solution[:3], "wrong")
 
 
 def always_the_same(*_) -> RewardResult:
     return RewardResult(0.0, None, "unparseable")
-
-
-def steps(records) -> list[dict]:
-    return [r for r in records if "loss" in r]
 
 
 class StaleFromStep1(Direct):
@@ -62,20 +25,20 @@ class StaleFromStep1(Direct):
         return super().on_samplers(method, *args)
 
 
-def test_stale_weights_in_the_sampler_stop_the_run_at_that_step(tiny, data, tmp_path):
+def test_stale_weights_in_the_sampler_stop_the_run_at_that_step(tiny, prompts, tmp_path):
     limit = {"algorithm__mismatch_alarm": 0.005, "trainer__save_freq": 1}
-    sound = steps(run_loop(settings_for(tiny, data, tmp_path / "sound", **limit), tmp_path / "sound", by_letters))
+    sound = steps(run_loop(settings_for(tiny, prompts, tmp_path / "sound", **limit), tmp_path / "sound", by_letters))
     assert len(sound) == 3 and all(r["mismatch/abs"] < 1e-5 and r["staleness"] == 0 for r in sound)
     with pytest.raises(RuntimeError, match="step 2: sampler and trainer differ by .* stale weights in the sampler"):
-        run_loop(settings_for(tiny, data, tmp_path / "stale", **limit), tmp_path / "stale", by_letters, StaleFromStep1)
+        run_loop(settings_for(tiny, prompts, tmp_path / "stale", **limit), tmp_path / "stale", by_letters, StaleFromStep1)
     assert [p.name for p in sorted((tmp_path / "stale" / "checkpoints").glob("step_*"))] == ["step_000001"]  # nothing of step 2 was saved
 
 
-def test_one_step_ahead_samples_with_the_weights_of_the_step_before(tiny, data, tmp_path):
+def test_one_step_ahead_samples_with_the_weights_of_the_step_before(tiny, prompts, tmp_path):
     found = {}
     for ahead in (False, True):
         run = tmp_path / str(ahead)
-        found[ahead] = steps(run_loop(settings_for(tiny, data, run, rollout__one_step_ahead=ahead, optim__lr=3e-4, trainer__total_training_steps=4),
+        found[ahead] = steps(run_loop(settings_for(tiny, prompts, run, rollout__one_step_ahead=ahead, optim__lr=3e-4, trainer__total_training_steps=4),
                                      run, by_letters))
     assert [r["staleness"] for r in found[False]] == [0, 0, 0, 0]
     assert [r["staleness"] for r in found[True]] == [0, 1, 1, 1]
@@ -85,8 +48,8 @@ def test_one_step_ahead_samples_with_the_weights_of_the_step_before(tiny, data, 
     assert all(1e-4 < r["mismatch/abs"] < 0.1 for r in found[True][1:])  # measured, and below the alarm's default
 
 
-def test_a_group_of_equal_rewards_teaches_nothing_and_is_counted(tiny, data, tmp_path):
-    records = steps(run_loop(settings_for(tiny, data, tmp_path, optim__weight_decay=0.0), tmp_path, always_the_same))
+def test_a_group_of_equal_rewards_teaches_nothing_and_is_counted(tiny, prompts, tmp_path):
+    records = steps(run_loop(settings_for(tiny, prompts, tmp_path, optim__weight_decay=0.0), tmp_path, always_the_same))
     assert [r["zero_variance_share"] for r in records] == [1.0] * 3
     assert [r["grad_norm"] for r in records] == [0.0] * 3 and [r["loss"] for r in records] == [0.0] * 3
     assert [r["unparseable_share"] for r in records] == [1.0] * 3
@@ -96,15 +59,15 @@ def flat_for_even_answers(data_source, solution, ground_truth, extra_info) -> Re
     return always_the_same() if int(ground_truth) % 2 == 0 else by_letters(data_source, solution, ground_truth, extra_info)
 
 
-def test_flat_groups_are_replaced_by_those_of_further_prompts(tiny, data, tmp_path):
+def test_flat_groups_are_replaced_by_those_of_further_prompts(tiny, prompts, tmp_path):
     import pyarrow.parquet as pq
 
     from mfsdp_cli.data.loader import epoch_order
 
-    settings = settings_for(tiny, data, tmp_path, algorithm__filter_groups=True, algorithm__filter_groups_max_batches=2, trainer__samples_per_step=-1)
+    settings = settings_for(tiny, prompts, tmp_path, algorithm__filter_groups=True, algorithm__filter_groups_max_batches=2, trainer__samples_per_step=-1)
     records = steps(run_loop(settings, tmp_path, flat_for_even_answers))
-    gold = [int(r["ground_truth"]) for r in pq.read_table(data / "train.parquet", columns=["reward_model"]).column(0).to_pylist()]
-    order = [int(row) for epoch in range(4) for row in epoch_order(32, settings.trainer.seed, epoch, True)]
+    gold = [int(r["ground_truth"]) for r in pq.read_table(prompts / "train.parquet", columns=["reward_model"]).column(0).to_pylist()]
+    order = [int(row) for epoch in range(4) for row in epoch_order(64, settings.trainer.seed, epoch, True)]
     at = 0
     for record in records:  # by hand: batches of 4 prompts until 4 have an odd answer, three batches at most
         kept, batches = [], 0
@@ -117,8 +80,8 @@ def test_flat_groups_are_replaced_by_those_of_further_prompts(tiny, data, tmp_pa
         assert record["zero_variance_share"] == 0.0
 
 
-def test_when_no_group_differs_the_cap_ends_the_search(tiny, data, tmp_path):
-    settings = settings_for(tiny, data, tmp_path, algorithm__filter_groups=True, algorithm__filter_groups_max_batches=1, trainer__total_training_steps=1)
+def test_when_no_group_differs_the_cap_ends_the_search(tiny, prompts, tmp_path):
+    settings = settings_for(tiny, prompts, tmp_path, algorithm__filter_groups=True, algorithm__filter_groups_max_batches=1, trainer__total_training_steps=1)
     [record] = steps(run_loop(settings, tmp_path, always_the_same))
     assert record["rollout_batches"] == 2 and record["samples_consumed"] == 8 and record["grad_norm"] == 0.0 and record["zero_variance_share"] == 1.0
 
@@ -132,15 +95,15 @@ class SilentOnce(Direct):
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_a_response_of_no_tokens_is_counted_and_harms_nothing(tiny, data, tmp_path, mode):
-    settings = settings_for(tiny, data, tmp_path, actor__loss_agg_mode=mode, actor__ppo_mini_batch_size=2, actor__use_kl_loss=True)
+def test_a_response_of_no_tokens_is_counted_and_harms_nothing(tiny, prompts, tmp_path, mode):
+    settings = settings_for(tiny, prompts, tmp_path, actor__loss_agg_mode=mode, actor__ppo_mini_batch_size=2, actor__use_kl_loss=True)
     records = steps(run_loop(settings, tmp_path, by_letters, SilentOnce))
     assert [r["empty_responses"] for r in records] == [1, 1, 1]
     assert all(np.isfinite([r["loss"], r["grad_norm"], r["kl"], r["entropy"]]).all() and r["grad_norm"] > 0 for r in records)
 
 
-def test_validation_only_takes_no_step(tiny, data, tmp_path):
-    settings = settings_for(tiny, data, tmp_path, trainer__val_only=True, rollout__val_n=2, rollout__val_temperature=0.7)
+def test_validation_only_takes_no_step(tiny, prompts, tmp_path):
+    settings = settings_for(tiny, prompts, tmp_path, trainer__val_only=True, rollout__val_n=2, rollout__val_temperature=0.7)
     [record] = run_loop(settings, tmp_path, by_letters)
     assert record["step"] == 0 and "loss" not in record and 0 <= record["val_reward"] <= 1
     assert not (tmp_path / "checkpoints").exists()

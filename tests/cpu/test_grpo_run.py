@@ -18,17 +18,9 @@ from mfsdp_cli.train.metrics import read_metrics
 EXACT = ("reward", "pass_rate", "loss", "grad_norm", "entropy", "response_length", "samples_consumed", "mismatch/abs")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("arithmetic")
-    code, _, err = mfsdp("prep-data", "arithmetic", "--for", "rl", "-o", folder, "--rows", 64, "--test-rows", 8)
-    assert code == OK, err
-    return folder
-
-
-def command(tiny, data, run_dir, *more):
+def command(tiny, prompts, run_dir, *more):
     # A tiny random model never answers right: "length" gives rewards that differ, and so gradients.
-    return ["grpo", "--preset", "grpo-tiny-cpu", "--model", tiny("qwen2"), "--train-files", data / "train.parquet", "--output", run_dir, "reward.name=length",
+    return ["grpo", "--preset", "grpo-tiny-cpu", "--model", tiny("qwen2"), "--train-files", prompts / "train.parquet", "--output", run_dir, "reward.name=length",
             "data.train_batch_size=4", "actor.ppo_mini_batch_size=2", "rollout.n=4", "trainer.total_training_steps=4", "trainer.save_freq=2", *more]
 
 
@@ -55,16 +47,16 @@ def course(run_dir) -> list[tuple]:
     return [tuple(r[k] for k in EXACT) for r in read_metrics(run_dir) if "loss" in r]
 
 
-def test_killed_in_the_middle_and_continued_is_the_same_run(tiny, data, tmp_path):
+def test_killed_in_the_middle_and_continued_is_the_same_run(tiny, prompts, tmp_path):
     """The policy takes two updates a step, so old log-probabilities are computed; kill -9 of everything during step 3."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    code, out, err = mfsdp(*command(tiny, data, straight))
+    code, out, err = mfsdp(*command(tiny, prompts, straight))
     assert code == OK and out == f"{straight}/checkpoints/step_000004\n", err
     metrics = course(straight)
     assert len(metrics) == 4 and all(r[3] > 0 for r in metrics)  # every step had a gradient
     assert all(r[-1] < 1e-4 for r in metrics)  # the sampler's log-probabilities are the trainer's
 
-    process = start(*command(tiny, data, broken))
+    process = start(*command(tiny, prompts, broken))
     wait_for(process, "step 2/4")
     wait_for(process, "saved")
     for pid in marked_processes(marks_below(process)):
@@ -74,7 +66,7 @@ def test_killed_in_the_middle_and_continued_is_the_same_run(tiny, data, tmp_path
             continue
     code, out, _ = finish(process)
     assert code == SIGNAL_BASE + signal.SIGKILL and out == ""
-    code, out, err = mfsdp(*command(tiny, data, broken))
+    code, out, err = mfsdp(*command(tiny, prompts, broken))
     assert code == OK and out == f"{broken}/checkpoints/step_000004\n", err
     assert course(broken) == metrics
     for step in (3, 4):
@@ -82,8 +74,8 @@ def test_killed_in_the_middle_and_continued_is_the_same_run(tiny, data, tmp_path
         assert tables[0].equals(tables[1])
 
 
-def test_a_killed_trainer_ends_the_run_and_leaves_no_process(tiny, data, tmp_path):
-    process = start(*command(tiny, data, tmp_path / "run", "trainer.total_training_steps=200", "trainer.save_freq=-1"))
+def test_a_killed_trainer_ends_the_run_and_leaves_no_process(tiny, prompts, tmp_path):
+    process = start(*command(tiny, prompts, tmp_path / "run", "trainer.total_training_steps=200", "trainer.save_freq=-1"))
     wait_for(process, "step 1/200")
     mark = marks_below(process)
     trainers = [p for p in marked_processes(mark) if b"TrainerActor" in Path(f"/proc/{p}/cmdline").read_bytes()]
