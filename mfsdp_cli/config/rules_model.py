@@ -22,8 +22,8 @@ BRIDGE = "megatron-bridge 0.6.2 models/"
 
 def experts_of(config: dict) -> int:
     """Experts of each layer; 0 in a dense model. transformers 5 writes num_local_experts."""
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    return experts if type(experts) is int and experts > 0 else 0
+    named = (config.get("num_experts"), config.get("num_local_experts"))
+    return next((n for n in named if type(n) is int and n > 0), 0)
 
 
 def is_moe(config: dict) -> bool:
@@ -175,7 +175,7 @@ def rope_per_layer(s, f) -> Iterator[Problem]:
 
 
 @rule("rope-scaling", "the scaling of the rotary embedding is one that Bridge hands over",
-      BRIDGE + "llama/llama_bridge.py, qwen/qwen2_bridge.py",
+      BRIDGE + "llama/llama_bridge.py, models/qwen/qwen2_bridge.py",
       seen_in="megatron-bridge", fix="take the scaling out of config.json when conversations fit the original length")
 def rope_scaling(s, f) -> Iterator[Problem]:
     """Of Qwen none (YaRN is dropped), of Llama linear and llama3."""

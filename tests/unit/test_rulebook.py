@@ -5,7 +5,10 @@ What a rule says, its edges in detail and the absence of false alarms are in tes
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -302,6 +305,25 @@ def test_a_rule_says_what_it_demands_and_who_asks(rule):
     assert rule.demand and "\n" not in rule.demand and rule.demand[-1] != "." and len(rule.demand) <= 120
     assert rule.fix and rule.source and "/work/" not in rule.source
     assert explain(rule)[0].split() == ["rule", rule.id]
+
+
+@pytest.mark.parametrize("package", ["core", "bridge"])
+def test_files_that_are_cited_exist_and_are_as_long(package):
+    """Sources read "megatron-core 0.19.2 a/b.py:12-34, c.py"; a path may go on in the folder of the one before."""
+    try:
+        installed = distribution(f"megatron-{package}")
+    except PackageNotFoundError:
+        pytest.skip(f"megatron-{package} is not installed")
+    name, cited = f"megatron-{package} {installed.version} ", 0
+    for part in [part for r in book() for part in r.source.split("; ") if part.startswith(name)]:
+        folder = root = Path(str(installed.locate_file(f"megatron/{package}")))
+        for path, _, lines in (text.partition(":") for text in re.findall(r"[\w/]+\.py(?::[\d\-]+(?:, \d[\d\-]*)*)?", part)):
+            file = next((f for f in (root / path, folder / path) if f.is_file()), None)
+            assert file is not None, part
+            folder, cited = file.parent, cited + 1
+            length = len(file.read_text(encoding="utf-8").splitlines())
+            assert all(int(n) <= length for n in re.findall(r"\d+", lines)), part
+    assert cited > 8 or installed.version not in ("0.19.2", "0.6.2")
 
 
 def test_ids_are_unique_and_kinds_fit():

@@ -2,6 +2,7 @@ import random
 
 import pytest
 from facts_for_tests import LLAMA, QWEN2, QWEN3_MOE, VERSIONS, make_facts, make_settings, only, passes, problems
+from grpo_for_tests import grpo_facts, grpo_settings
 
 from mfsdp_cli.config.rules import check
 from mfsdp_cli.config.rules_model import ARCHITECTURES, shape_of
@@ -181,3 +182,26 @@ def test_without_a_config_nothing_is_said_about_shapes():
     facts = make_facts(model_path=None, model_config=None, model_weight_files=(), has_tokenizer=False)
     found = [p for p in check(make_settings(engine__tensor_model_parallel_size=8), {}, facts) if p.rule != "max-connections-tp-cp"]
     assert [(p.key, p.level) for p in found] == [("model.path", "note")] and "downloaded" in found[0].why
+
+
+JUNK = (None, 0, -1, 1, 3, 2.5, "x", "", True, [], [1], ["a"], {}, {"a": 1}, {"rope_type": 3}, {"rope_type": "yarn"}, 10**9, float("nan"))
+MORE_NAMES = ("rope_parameters", "layer_types", "quantization_config", "attention_bias", "num_local_experts", "partial_rotary_factor")
+
+
+def test_no_config_json_makes_a_rule_fail():
+    """Whatever stands in it: problems, never a traceback."""
+    rng = random.Random(1)
+    names = [*QWEN2, *QWEN3_MOE, *LLAMA, *MORE_NAMES]
+    told = 0
+    for _ in range(500):
+        config = dict(rng.choice([QWEN2, QWEN3_MOE, LLAMA])) | {rng.choice(names): rng.choice(JUNK) for _ in range(rng.randint(1, 4))}
+        sizes = {f"engine__{name}": rng.choice([1, 2, 4]) for name in ("tensor_model_parallel_size", "expert_model_parallel_size")}
+        told += any(p.level == "error" for p in check(make_settings(**sizes), {}, make_facts(model_config=config)))
+        check(grpo_settings(ref__path="x"), {}, grpo_facts(model_config=config, reference_config=config))
+    assert 250 < told < 500
+
+
+def test_experts_by_either_name():
+    local = {k: v for k, v in QWEN3_MOE.items() if k != "num_experts"} | {"num_local_experts": 128}
+    assert passes(make_facts(model_config=local), engine__expert_model_parallel_size=8)
+    assert shape_of(local)["num_experts"] == 128 and shape_of(QWEN2)["num_experts"] == 0
