@@ -47,7 +47,7 @@ class Conversion:
 
 def yaml_text(result: Conversion, in_home: dict[str, str]) -> str:
     """The settings that are not our defaults, each with the line that it comes from."""
-    lines, section = [f"# From {Path(result.script).name}, by mfsdp config from-verl; for mfsdp {result.kind}"], ""
+    lines, section = [f"# From {' '.join(Path(result.script).name.split())}, by mfsdp config from-verl; for mfsdp {result.kind}"], ""
     for row in resolved(result.loaded.settings, result.loaded.origins):
         if not row["changed"]:
             continue

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from mfsdp_cli.config import aliases
 from mfsdp_cli.config.conversion import Conversion, yaml_text
@@ -80,11 +79,12 @@ def _variables(given: Iterable[str]) -> dict[str, str]:
 
 def _read(path: str) -> str:
     try:
-        data = Path(path).read_bytes() if Path(path).stat().st_size <= LARGEST_SCRIPT else None
+        with open(path, "rb") as file:
+            data = file.read(LARGEST_SCRIPT + 1)
     except (OSError, ValueError) as e:
         reason = getattr(e, "strerror", None) or str(e)
         raise MfsdpError(Problem(path, "", f"cannot be read: {reason}", "give the path of a shell script", code=BAD_INPUT)) from None
-    if data is None:
+    if len(data) > LARGEST_SCRIPT:
         raise MfsdpError(Problem(path, "", "more than 200 kB is no launch script", "give the path of a shell script", code=BAD_INPUT))
     return data.decode("utf-8-sig", errors="replace")
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -309,6 +310,9 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "big").write_bytes(b"#" * 200_001)
     with pytest.raises(MfsdpError, match="more than 200 kB"):
         convert(str(tmp_path / "big"))
+    if Path("/dev/zero").exists():
+        with pytest.raises(MfsdpError, match="more than 200 kB"):
+            convert("/dev/zero")
     with pytest.raises(MfsdpError, match="expected NAME=VALUE"):
         convert(str(tmp_path / "big"), None, ["A-B=3"])
 
