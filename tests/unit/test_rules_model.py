@@ -135,7 +135,8 @@ def test_features_that_bridge_carries(config, change):
 
 
 def test_dropout_is_noted():
-    assert only(make_facts(model_config=QWEN2 | {"attention_dropout": 0.1}), level="note", rule="dropout-off").found == "attention_dropout: 0.1"
+    facts = make_facts(model_config=QWEN2 | {"attention_dropout": 0.1})
+    assert only(facts, level="note", rule="dropout-off").found == "attention_dropout: 0.1"
 
 
 def test_sequence_parallel():
