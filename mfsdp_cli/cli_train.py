@@ -136,13 +136,16 @@ def samples(
 def _run(kind: str, preset: str | None, config: str | None, settings: list[str] | None, flags: dict, resume: str | None, dry_run: bool,
          reads_data: bool, console: Console) -> int:
     """Check; then show the plan, or start it and tell how it ended."""
-    from mfsdp_cli.launch.check_data import check_data, data_lines
     from mfsdp_cli.launch import report
     from mfsdp_cli.launch import start as launch
 
     checked = launch.check(kind, preset=preset, config=config, assignments=settings or [], flags=flags, resume=resume, environ=os.environ)
-    checked, data = check_data(checked) if reads_data else (checked, None)
-    table = data_lines(data)
+    data, table = None, []
+    if reads_data:
+        from mfsdp_cli.launch.check_data import check_data, data_lines
+
+        checked, data = check_data(checked)
+        table = data_lines(data)
     if dry_run:
         console.problems(checked.problems)
         text = [report.dry_run_text(checked), *([""] if table else []), *table]

@@ -18,6 +18,7 @@ from mfsdp_cli.checkpoint.manifest import DIST_CKPT
 from mfsdp_cli.checkpoint.reuse import ModelSource, model_checkpoint
 from mfsdp_cli.config.values import kind_of
 from mfsdp_cli.errors import MfsdpError, Problem
+from mfsdp_cli.launch.footer import NotPlain, read_plain
 from mfsdp_cli.launch.host import free_disk_gib, host_memory_gib, installed_versions, list_gpus, num_cores
 
 if TYPE_CHECKING:
@@ -157,6 +158,14 @@ def read_footer(path: str) -> ParquetFacts:
         return ParquetFacts(path, 0, {}, "no such file")
     if os.path.isdir(path):
         return ParquetFacts(path, 0, {}, "is a folder; name its parquet files")
+    try:
+        rows, columns, nulls = read_plain(path)
+        return ParquetFacts(path, rows, columns, nulls=nulls)
+    except (NotPlain, OSError):
+        return _read_footer_with_pyarrow(path)
+
+
+def _read_footer_with_pyarrow(path: str) -> ParquetFacts:
     import pyarrow.parquet
 
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,7 +88,7 @@ def open_attempt(run_dir: Path, settings: SftSettings | GrpoSettings, origins: d
         lock.close()
         raise MfsdpError(problems)
     lock.truncate(0)
-    lock.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    lock.write(f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     lock.flush()
     path = next_attempt(run_dir / "attempts", node_rank)
     path.mkdir()

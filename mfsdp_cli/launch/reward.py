@@ -58,8 +58,6 @@ def first_row(files: list[str], facts: Facts) -> tuple[str, str, str, dict] | No
 
 def read_columns(settings: GrpoSettings, facts: Facts) -> Iterator[Grading | Problem]:
     """What the rows that the run would use are graded by; of files that the rules on footers refuse, nothing."""
-    import pyarrow
-
     for key in ("val_files",) if validates_only(settings) else ("train_files", "val_files"):
         left = getattr(settings.data, key.replace("files", "max_samples"))
         for path in getattr(settings.data, key):
@@ -68,6 +66,8 @@ def read_columns(settings: GrpoSettings, facts: Facts) -> Iterator[Grading | Pro
             left = left if left < 0 else left - limit
             if limit == 0 or not _readable(file):
                 continue
+            import pyarrow  # only when there are rows to read
+
             try:
                 yield Grading(key, file, *read_grading(path, limit))
             except (pyarrow.ArrowException, OSError) as error:

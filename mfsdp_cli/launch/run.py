@@ -9,7 +9,6 @@ each process that descends from us is known by a mark in its environment.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -139,6 +138,8 @@ def _signals_recorded():
 
 def die_with(parent: int) -> None:
     """In the child, before exec: SIGTERM when the launcher dies, however it dies, so that no rank outlives it."""
+    import ctypes  # costs every check some milliseconds, and only a start needs it
+
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -143,12 +143,27 @@ def test_help_and_usage_errors_load_nothing_heavy_or_slow(tmp_path, args, code):
 
 
 @pytest.mark.parametrize("args, code", [
+    (["sft", "--model", "model", "--train-files", "train.parquet", "--tp", "3", "optim.lr=fast", "--dry-run"], 3),
+    (["sft", "--model", "model", "--train-files", "none.parquet", "optim.lr=fast"], 3),
+    (["sft", "--model", "model", "--train-files", "train.parquet", "engine.device=cpu", "--dry-run"], 0),
+    (["grpo", "--model", "model", "--train-files", "train.parquet", "rollout.n=1", "--dry-run"], 3),
+])
+def test_a_check_loads_nothing_slow_either(tmp_path, args, code):
+    """Parquet footers are read without pyarrow, package versions without importlib.metadata; only a YAML file needs yaml."""
+    write_model(tmp_path / "model")
+    write_chats(tmp_path / "train.parquet", 9)
+    ended, loaded = run_and_list(args, tmp_path)
+    assert ended == code and not set(loaded) & {*HEAVY, *SLOW, "email", "ssl"}
+
+
+@pytest.mark.parametrize("args, code", [
     (["sft", "--model", "model", "--train-files", "train.parquet", "engine.device=cpu", "--dry-run"], 0),
     (["sft", "--model", "model", "--train-files", "none.parquet", "optim.lr=x"], 3),
     (["config", "show", "--preset", "sft-tiny-cpu"], 0),
     (["prep-data", "arithmetic", "-o", "d", "--rows", "3", "--test-rows", "1"], 0),
     (["ckpt", "inspect", "model", "--tensors"], 0),
     (["ckpt", "inspect", "none"], 5),
+    (["doctor"], 0),
 ])
 def test_the_front_end_loads_nothing_heavy(tmp_path, args, code):
     write_model(tmp_path / "model")
