@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -98,6 +99,8 @@ class Cluster:
         if address:
             # its workers do not have the driver's environment
             inherited = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+            # As `ray start` does: with a token in its place (~/.ray/auth_token), a cluster asks for it. ray.init by itself does not look.
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             try:
                 ray.init(address=address, runtime_env={"env_vars": inherited}, **common)
             except ConnectionError as error:

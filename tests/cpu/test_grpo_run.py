@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 from program import finish, mfsdp, start
+from ranks import free_port
 
 from mfsdp_cli.errors import MACHINE_UNFIT, OK, RUN_FAILED, SIGNAL_BASE, MfsdpError
 from mfsdp_cli.launch.run import PROCESS_MARK, marked_processes
@@ -85,6 +89,36 @@ def test_a_killed_trainer_ends_the_run_and_leaves_no_process(tiny, prompts, tmp_
     assert code == RUN_FAILED and out == "", err
     assert re.search("error: trainer[01] failed", err) or "ActorDied" in err, err  # whoever noticed first: the other trainer, or the driver
     assert marked_processes(mark) == []
+
+
+@pytest.fixture
+def ray_cluster(tmp_path):
+    """Address of a Ray cluster of three CPUs that is there already, and its process."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--num-cpus=3", "--node-ip-address=127.0.0.1",
+               f"--port={address.rpartition(':')[2]}", "--include-dashboard=false", "--disable-usage-stats"]
+    with open(tmp_path / "ray.log", "w") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 120
+        while "Ray runtime started" not in (tmp_path / "ray.log").read_text():
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "ray.log").read_text()
+            time.sleep(0.5)
+        yield address, process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_on_a_cluster_that_is_there(tiny, prompts, tmp_path, ray_cluster):
+    """The run uses it and leaves it alone; a run that it has no room for is refused and not awaited."""
+    address, process = ray_cluster
+    joined = ["--ray-address", address, "trainer.total_training_steps=1", "actor.ppo_mini_batch_size=4", "trainer.save_freq=-1"]
+    code, out, err = mfsdp(*command(tiny, prompts, tmp_path / "run", *joined))
+    assert code == OK and out == f"{tmp_path / 'run'}/checkpoints/step_000001\n", err
+    code, out, err = mfsdp(*command(tiny, prompts, tmp_path / "large", *joined, "--nproc", 4))
+    assert code == MACHINE_UNFIT and out == "" and "this run needs 5" in err, err
+    assert process.poll() is None
 
 
 def test_a_cluster_that_is_too_small_is_refused():
