@@ -29,10 +29,11 @@ class TrainerRank:
                                        world_size=self.world_size, local_rank=self.local_rank)
         self.source = checkpoints.find_source(s.model.path, s.model.trust_remote_code, self.local_rank)
         resume, problems = checkpoints.find_resume(s, self.run_dir)
-        self.policy, loaded = checkpoints.build_engine(s, self.source, resume, s.optim, self.device)
+        only_validates = s.trainer.val_only
+        self.policy, loaded = checkpoints.build_engine(s, self.source, resume, None if only_validates else s.optim, self.device)
         problems += loaded
         self.reference = None
-        if s.actor.use_kl_loss or s.algorithm.use_kl_in_reward:
+        if (s.actor.use_kl_loss or s.algorithm.use_kl_in_reward) and not only_validates:
             source = checkpoints.find_source(s.ref.path, s.model.trust_remote_code, self.local_rank) if s.ref.path else self.source
             self.reference, loaded = checkpoints.build_engine(s, source, None, None, self.device)
             problems += loaded

@@ -102,9 +102,18 @@ def test_a_response_of_no_tokens_is_counted_and_harms_nothing(tiny, prompts, tmp
     assert all(np.isfinite([r["loss"], r["grad_norm"], r["kl"], r["entropy"]]).all() and r["grad_norm"] > 0 for r in records)
 
 
+class NoMoreThanWeights(Direct):
+    """A policy without optimizer, and no reference, although the settings of training would have one."""
+
+    def start_trainers(self):
+        state = super().start_trainers()
+        assert self.rank.policy.optimizer is None and self.rank.reference is None
+        return state
+
+
 def test_validation_only_takes_no_step(tiny, prompts, tmp_path):
-    settings = settings_for(tiny, prompts, tmp_path, trainer__val_only=True, rollout__val_n=2, rollout__val_temperature=0.7)
-    [record] = run_loop(settings, tmp_path, by_letters)
+    settings = settings_for(tiny, prompts, tmp_path, trainer__val_only=True, rollout__val_n=2, rollout__val_temperature=0.7, actor__use_kl_loss=True)
+    [record] = run_loop(settings, tmp_path, by_letters, NoMoreThanWeights)
     assert record["step"] == 0 and "loss" not in record and 0 <= record["val_reward"] <= 1
     assert not (tmp_path / "checkpoints").exists()
     assert (tmp_path / "samples" / "val_step_000000.parquet").exists()
