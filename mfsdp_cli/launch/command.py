@@ -1,4 +1,4 @@
-"""The child process as data: the argument list of torchrun or of the driver, and the variables that we add to its environment."""
+"""The child process as data: the argument list of torchrun or of the driver, and the variables that we add to its environment. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.config.values import kind_of
-from mfsdp_cli.launch.host import ray_token
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
@@ -76,7 +75,6 @@ def child_environment(settings: SftSettings | GrpoSettings, plan: Plan, facts: F
     }
     if kind_of(settings) == "grpo":
         added |= {name: facts.environ.get(name) or value for name, value in SAMPLING_VARIABLES.items()}
-        added |= ray_token(facts.environ) if settings.trainer.ray_address else {}
     if plan.device == "cpu":
         threads = max(1, facts.num_cpus // settings.trainer.n_gpus_per_node)
         added |= {

@@ -173,8 +173,8 @@ def environment(m: Machine, nnodes: int) -> Iterator[Check]:
         if m.environ.get(variable, "0") not in ("", "0", "OFF"):
             told.append(Check(variable, m.environ[variable], "warning", why, "unset it"))
     if m.environ.get("RAY_ADDRESS"):
-        told.append(Check("RAY_ADDRESS", m.environ["RAY_ADDRESS"], "warning", "Ray joins this cluster even when a run wants one of its own",
-                          "mfsdp grpo --ray-address auto, or unset it"))
+        told.append(Check("RAY_ADDRESS", m.environ["RAY_ADDRESS"], "note", "mfsdp grpo joins a cluster only when it is told to",
+                          "--ray-address auto"))
     yield from told or [Check("environment", "no variable that is known to break runs")]
 
 

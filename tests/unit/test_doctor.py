@@ -17,7 +17,7 @@ from mfsdp_cli.launch import machine as readings
 from mfsdp_cli.launch.doctor import as_data, as_lines, examine, exit_code
 from mfsdp_cli.launch.doctor_host import chosen_interfaces
 from mfsdp_cli.launch.facts import PACKAGES
-from mfsdp_cli.launch.host import installed_versions
+from mfsdp_cli.launch.host import installed_versions, ray_token
 from mfsdp_cli.launch.machine import Answer, Clash, Machine, ask, ask_ray, find_clashes, find_shadows, look, torch_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,7 +220,7 @@ def test_variables():
     assert only("wrong", environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).fix == "set it to 8, or unset it"
     assert only("warning", environ={"CUDA_LAUNCH_BLOCKING": "1"}).name == "CUDA_LAUNCH_BLOCKING"
     assert found(environ={"CUDA_LAUNCH_BLOCKING": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCH_DISTRIBUTED_DEBUG": "OFF"}) == {}
-    assert only("warning", environ={"RAY_ADDRESS": "auto"}).name == "RAY_ADDRESS"
+    assert found(environ={"RAY_ADDRESS": "auto"}) == {}
     assert only("warning", shadows=[("PYTHONPATH", "/old", "megatron")]).found == "/old"
 
 
@@ -245,6 +245,15 @@ def test_a_cluster_that_answers_and_one_that_does_not():
     assert told.found == "auto: 10.0.0.1 8 CPUs, 8 GPUs; 10.0.0.2 8 CPUs, 0 GPUs; free: 12 CPUs, 8 GPUs" and told.status == "ok"
     assert only("wrong", 3, ray=answer, ray_address="auto").why == "3 nodes are wanted, and 2 are there"
     assert "Connection refused" in only("wrong", ray=Answer(False, "Connection refused"), ray_address="a:1").why
+
+
+def test_the_token_of_a_cluster_is_offered(tmp_path):
+    """Ray 2.60 asks for one as soon as the home folder has it, and offers it to an explicit address in token mode only."""
+    home = {"HOME": str(tmp_path)}
+    assert ray_token(home) == {} and ray_token({**home, "RAY_AUTH_TOKEN": "x"}) == {"RAY_AUTH_MODE": "token"}
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("x")
+    assert ray_token(home) == {"RAY_AUTH_MODE": "token"} and ray_token({**home, "RAY_AUTH_MODE": "disabled"}) == {}
 
 
 def test_a_closed_port_is_told_at_once():
