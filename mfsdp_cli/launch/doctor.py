@@ -130,8 +130,13 @@ def vllm(m: Machine, nnodes: int) -> Iterator[Check]:
 
 def torch_build(m: Machine, nnodes: int) -> Iterator[Check]:
     """--deep: torch and what it sees."""
-    if "torch" in m.imports:
-        yield _imported(m, "torch", "", "wrong", "scripts/install.sh")
+    if "torch" not in m.imports:
+        return
+    check = _imported(m, "torch", "", "wrong", "scripts/install.sh")
+    if m.gpus and check.status == "ok" and ", 0 GPUs" in check.found:
+        check = Check(check.name, check.found, "wrong", f"nvidia-smi lists {len(m.gpus)}",
+                      "python -c 'import torch; torch.cuda.init()' says why: often a driver that was updated without a reboot")
+    yield check
 
 
 def _imported(m: Machine, name: str, version: str, status: str, fix: str) -> Check:

@@ -13,7 +13,7 @@ from pathlib import Path
 from mfsdp_cli.checkpoint.dcp_metadata import DTYPE_BYTES
 from mfsdp_cli.checkpoint.inspect import inspect
 from mfsdp_cli.errors import BAD_INPUT, INTERRUPTED, MACHINE_UNFIT, OK, SIGNAL_BASE, TERMINATED, MfsdpError, Problem
-from mfsdp_cli.launch.facts import free_disk_gib
+from mfsdp_cli.launch.host import free_disk_gib, oom_kills
 from mfsdp_cli.launch.outcome import signal_words
 from mfsdp_cli.launch.run import die_with
 from mfsdp_cli.output import print_stderr
@@ -66,7 +66,7 @@ def check_export(path: str, out: str, dtype: str, overwrite: bool) -> tuple[Path
 
 def run_child(command: list[str], what: str = "the export") -> int:
     """Run the child, on the CPU, with its chatter on our stderr; SIGTERM reaches it too, and Ctrl-C does by itself."""
-    parent = os.getpid()
+    parent, killed_before = os.getpid(), oom_kills()
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=environment, preexec_fn=lambda: die_with(parent))
     before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
@@ -80,6 +80,6 @@ def run_child(command: list[str], what: str = "the export") -> int:
     if code == -signal.SIGTERM:
         return TERMINATED
     if code < 0:
-        print_stderr(f"error: {what} was killed by {signal_words(-code)}")
+        print_stderr(f"error: {what} was killed by {signal_words(-code, oom_kills() - killed_before)}")
         return SIGNAL_BASE - code
     return code

@@ -294,6 +294,8 @@ def test_deep_imports_what_is_installed(monkeypatch, tmp_path):
     told = found(imports={"torch": Answer(False, "OSError: libcuda"), "vllm": seen.imports["vllm"]})
     assert (told["import torch"].status, told["import vllm"].status) == ("wrong", "warning")
     assert told["import vllm"].fix == "mfsdp grpo --rollout hf goes without it"
+    blind = {"torch": Answer(True, "CUDA 13.0, 0 GPUs usable")}
+    assert only("wrong", imports=blind).why == "nvidia-smi lists 8" and found(imports=blind, gpus=[], gpu_used_mib=[], num_devices=0) == {}
 
 
 # ---------------------------------------------------------------- this machine, and the command
