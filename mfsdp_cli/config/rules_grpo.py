@@ -3,12 +3,13 @@ See `rules`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mfsdp_cli.config.rulebook import OWN, rule
 from mfsdp_cli.config.rules_files import files_are_readable, train_rows
 from mfsdp_cli.config.rules_parallel import data_parallel, world_size
-from mfsdp_cli.config.values import as_text, either
+from mfsdp_cli.config.values import as_text, divisors, either
 from mfsdp_cli.errors import BAD_INPUT, Problem
 
 GRPO = ("grpo",)
@@ -37,7 +38,7 @@ def mini_batches(s, f) -> Iterator[Problem]:
         why = f"a mini batch of {mini} prompts is larger than the batch of {size} that is sampled"
     else:
         why = f"{size} prompts cannot be split into mini batches of {mini}: {size} mod {mini} = {size % mini}"
-    fits = [d for d in range(1, size + 1) if size % d == 0]
+    fits = divisors(size)
     near = sorted(sorted(fits, key=lambda d: abs(d - mini))[:3])
     whole = -(-size // mini) * mini
     fix = f"actor.ppo_mini_batch_size {either([str(d) for d in near])}, or data.train_batch_size {whole}"
@@ -54,13 +55,13 @@ def update_problem(mini: int, n: int, dp: int, micro: int) -> tuple[str, str] | 
     if samples % dp:
         why = (f"{mini} prompts x {n} responses = {samples} samples cannot be split over {dp} data-parallel ranks: "
                f"{samples} mod {dp} = {samples % dp}")
-        step = next(m for m in range(1, dp + 1) if m * n % dp == 0)  # mini batches that do are its multiples
+        step = dp // math.gcd(n, dp)  # mini batches that do are its multiples
         minis = [str(m) for m in (mini // step * step, -(-mini // step) * step) if m > 0]
         return why, f"actor.ppo_mini_batch_size {either(list(dict.fromkeys(minis)))}"
     share = samples // dp
     if share % micro == 0:
         return None
-    fits = either([str(m) for m in range(1, share + 1) if share % m == 0])
+    fits = either([str(m) for m in divisors(share)])
     below = f"below micro batch {micro}: gradients would be accumulated over nothing"
     why = f"{mini} x {n} / {dp} = {share} samples per rank per update, {below if share < micro else f'no multiple of micro batch {micro}'}"
     return why, f"actor.ppo_micro_batch_size_per_gpu {fits}, or actor.use_dynamic_bsz=True"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mfsdp_cli.config.rulebook import rule
 from mfsdp_cli.config.rules_model import experts_of, is_moe, shape_of
+from mfsdp_cli.config.values import divisors
 from mfsdp_cli.errors import MACHINE_UNFIT, Problem
 
 BLACKWELL = 10.0  # compute capability from which tensor parallelism no longer wants one hardware queue
@@ -46,7 +48,7 @@ def tp_problem(config: dict, tp: int) -> tuple[str, str] | None:
 def workable_tp(s, config: dict | None) -> list[int]:
     """TP sizes that fit the ranks and, when it is known, the model."""
     whole = world_size(s) // s.engine.context_parallel_size if world_size(s) % s.engine.context_parallel_size == 0 else 0
-    return [tp for tp in range(1, whole + 1) if whole % tp == 0 and (config is None or tp_problem(config, tp) is None)]
+    return [tp for tp in divisors(whole) if config is None or tp_problem(config, tp) is None]
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ def experts_world_divides(s, f) -> Iterator[Problem]:
     world, ep, etp = world_size(s), s.engine.expert_model_parallel_size, s.engine.expert_tensor_parallel_size
     if world % (ep * etp):
         why = f"{_ranks(s)} cannot be split: {world} mod (EP {ep} x ETP {etp} = {ep * etp}) = {world % (ep * etp)}"
-        fits = [str(n) for n in range(1, world + 1) if world % n == 0]
+        fits = [str(n) for n in divisors(world)]
         yield Problem("engine.expert_model_parallel_size", str(ep), why, f"EP values that divide: {', '.join(fits)}")
 
 
@@ -201,7 +203,7 @@ def expert_parallel(s, f) -> Iterator[Problem]:
     if not experts:
         yield Problem(key, str(ep), "the model has no experts to split", "engine.expert_model_parallel_size=1")
     elif experts % ep:
-        fits = [str(n) for n in range(1, world + 1) if world % n == 0 and experts % n == 0]
+        fits = [str(n) for n in divisors(math.gcd(world, experts))]
         why = f"{experts} experts cannot be split over EP {ep}: {experts} mod {ep} = {experts % ep}"
         yield Problem(key, str(ep), why, f"EP values that work: {', '.join(fits)}")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mfsdp_cli.config.rulebook import OWN, rule
 from mfsdp_cli.config.rules_model import is_moe, shape_of
 from mfsdp_cli.config.rules_parallel import uses_cuda, world_size
-from mfsdp_cli.config.values import kind_of
+from mfsdp_cli.config.values import divisors, kind_of
 from mfsdp_cli.errors import CONFIG_INVALID, MACHINE_UNFIT, Problem
 
 VLLM = "0.24.0"
@@ -68,7 +68,7 @@ def engine_split_problem(config: dict, tp: int) -> tuple[str, str] | None:
 
 def workable_engine_sizes(s, config: dict | None) -> list[int]:
     gpus = s.trainer.n_gpus_per_node
-    return [tp for tp in range(1, gpus + 1) if gpus % tp == 0 and (config is None or engine_split_problem(config, tp) is None)]
+    return [tp for tp in divisors(gpus) if config is None or engine_split_problem(config, tp) is None]
 
 
 @rule("gen-tp-on-gpus", "only vLLM on GPUs splits a sampler", OWN, kinds=GRPO, fix="--gen-tp 1, or rollout.name=vllm on GPUs")

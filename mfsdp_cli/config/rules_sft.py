@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mfsdp_cli.config.rulebook import rule
 from mfsdp_cli.config.rules_parallel import data_parallel, world_size
-from mfsdp_cli.config.values import either
+from mfsdp_cli.config.values import divisors, either
 from mfsdp_cli.errors import Problem
 
 SFT = ("sft",)
@@ -22,7 +22,7 @@ def batch_problem(train_batch_size: int, dp: int, micro: int) -> tuple[str, str]
     if train_batch_size % unit == 0:
         return None
     why = f"{train_batch_size} rows cannot be split over {dp} data-parallel ranks x {micro} rows a micro batch = {unit}"
-    micros = [str(m) for m in range(1, train_batch_size // dp + 1) if train_batch_size % (dp * m) == 0]
+    micros = [str(m) for m in divisors(train_batch_size // dp)] if train_batch_size % dp == 0 else []
     below = train_batch_size // unit * unit
     batches = " or ".join(str(b) for b in (below, below + unit) if b > 0)
     by_micro = f"data.micro_batch_size_per_gpu {either(micros)}, or " if micros else ""

@@ -233,6 +233,16 @@ def nearest(word: str, names: list[str]) -> str | None:
     return lower[found[0]] if found else None
 
 
+def divisors(number: int) -> list[int]:
+    """Divisors of a number, rising: all of them up to 10**10, above it those that pair with a divisor up to 10**5.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, min(math.isqrt(number), 100_000) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
 def either(words: list[str]) -> str:
     """a, b or c"""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

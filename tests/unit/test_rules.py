@@ -1,4 +1,5 @@
 import random
+import time
 
 import pytest
 from facts_for_tests import CHAT, make_facts, make_settings, only, passes, problems
@@ -231,3 +232,15 @@ def test_nodes():
     assert only(trainer__nnodes=2).key == "trainer.rdzv_endpoint"
     for wrong in ("node0", "node0:", ":29500", "node0:x"):
         assert "HOST:PORT" in only(trainer__nnodes=2, trainer__rdzv_endpoint=wrong).why
+
+
+def test_the_search_for_values_that_work_looks_at_few():
+    """Divisors by trial up to the number itself took 8 s with ten digits."""
+    from mfsdp_cli.config.values import divisors
+
+    assert [divisors(n) for n in (1, 12, 49, 97)] == [[1], [1, 2, 3, 4, 6, 12], [1, 7, 49], [1, 97]]
+    assert divisors(10**9)[-2:] == [5 * 10**8, 10**9] and len(divisors(10**9)) == 100
+    start = time.process_time()
+    problem = only(data__train_batch_size=10**9, data__use_dynamic_bsz=False, data__micro_batch_size_per_gpu=3, rule="batch-divides")
+    assert "data.train_batch_size 999999999 or 1000000002" in problem.fix
+    assert time.process_time() - start < 1
