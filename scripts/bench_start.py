@@ -27,7 +27,8 @@ IMPORT = re.compile(r"^import time:\s*(\d+) \|\s*(\d+) \| *(\S+)$", re.M)
 
 def cases(folder: Path) -> dict[str, list[str]]:
     """Name -> arguments of the interpreter. The failing check reads a real parquet file and a model's config.json."""
-    check = ["sft", "--dry-run", "--model", str(folder / "model"), "--train-files", str(folder / "train.parquet"), "--tp", "3", "optim.lr=fast"]
+    inputs = ["--model", str(folder / "model"), "--train-files", str(folder / "train.parquet")]
+    check = ["sft", "--dry-run", *inputs, "--tp", "3", "optim.lr=fast"]
     return {
         "python -c pass": ["-c", "pass"],
         "--help": [*MFSDP, "--help"],
@@ -73,7 +74,8 @@ def costly_imports(arguments: list[str], environment: dict[str, str], runs: int,
 def measure(runs: int, imports: int) -> list[dict]:
     with tempfile.TemporaryDirectory(prefix="mfsdp-bench-") as folder:
         write_inputs(Path(folder))
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPYCACHEPREFIX": f"{folder}/bytecode"}
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        environment["PYTHONPYCACHEPREFIX"] = f"{folder}/bytecode"
         rows = []
         for name, arguments in cases(Path(folder)).items():
             cpu_ms(arguments, environment)  # compiles

@@ -26,8 +26,8 @@ H200 = ("NVIDIA H200", 143771, 9.0)
 GOOD = Machine(
     environ={}, python="3.12.1", prefix="/venv", venv=None, versions=VERSIONS, torch_cuda="13.0", clashes=[],
     gpus=[H200] * 8, num_devices=8, gpu_used_mib=[4] * 8, driver="580.65.06", cuda_compat=False,
-    interfaces=["eth0", "lo"], infiniband=["mlx5_0"], folder="runs", free_disk_gib=900.0, folder_writable=True, shm_gib=64.0, shm_free_gib=63.0, open_files=(65536, -1), num_cores=64, memory_gib=512.0,
-    memory_free_gib=400.0,
+    interfaces=["eth0", "lo"], infiniband=["mlx5_0"], folder="runs", free_disk_gib=900.0, folder_writable=True,
+    shm_gib=64.0, shm_free_gib=63.0, open_files=(65536, -1), num_cores=64, memory_gib=512.0, memory_free_gib=400.0,
 )
 
 

@@ -44,7 +44,8 @@ def random_type(draw, depth, odd):
 
     plain = [pa.string(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.bool_()]
     others = [pa.large_string(), pa.int8(), pa.uint32(), pa.date32(), pa.timestamp("us"), pa.binary(),
-              pa.dictionary(pa.int32(), pa.string()), pa.decimal128(5, 2), pa.large_list(pa.int64()), pa.map_(pa.string(), pa.int64()), pa.string_view(), pa.float16()]
+              pa.dictionary(pa.int32(), pa.string()), pa.decimal128(5, 2), pa.large_list(pa.int64()), pa.map_(pa.string(), pa.int64()),
+              pa.string_view(), pa.float16()]
     what = draw.random()
     if depth == 0 or what < 0.5:
         return draw.choice(others if odd and draw.random() < 0.3 else plain)

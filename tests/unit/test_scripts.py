@@ -280,3 +280,14 @@ def test_what_slurm_starts_is_accepted_by_the_command(tmp_path):
         checked = check("sft", preset=None, config=None, flags=flags, resume=None, environ={"PATH": ""},
                         assignments=["engine.device=cpu", "engine.dtype=float32", "data.train_batch_size=24"])
         assert checked.exit_code == 0 and checked.plan.world_size == 24, checked.problems
+
+
+def test_the_benchmark_of_the_start_measures_three_ends():
+    import json
+
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "bench_start.py", "--runs", "1", "--imports", "3", "--json"], capture_output=True,
+                          text=True, timeout=120)
+    cases = {row["case"]: row for row in json.loads(done.stdout)["cases"]}
+    assert list(cases) == ["python -c pass", "--help", "usage error", "failing check"]
+    assert all(row["best_ms"] > cases["python -c pass"]["best_ms"] for name, row in cases.items() if name != "python -c pass")
+    assert len(cases["--help"]["imports_ms"]) == 3
