@@ -228,16 +228,6 @@ class RowFault:
     fix: str
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """samples of the good rows, in order; faults of the others; rows truncated; tokens that are no targets for straddling."""
-
-    samples: list[Sample]
-    faults: list[RowFault]
-    num_truncated: int
-    num_straddling: int
-
-
 def encode_row(chat: ChatTokenizer, row: int, messages, max_length: int, truncation: str) -> tuple[Sample, bool, int]:
     """(sample, was it truncated, straddling tokens). Raises ChatError, also when truncation leaves nothing to learn.
 
@@ -256,18 +246,3 @@ def encode_row(chat: ChatTokenizer, row: int, messages, max_length: int, truncat
     if sample.num_targets == 0:
         raise ChatError(f"cut at {max_length} tokens ({truncation}) of {length}, it has no assistant token left to learn")
     return sample, length > max_length, rendered.num_straddling
-
-
-def encode_rows(chat: ChatTokenizer, rows, max_length: int, truncation: str) -> Encoded:
-    """Encode an iterable of (row, messages); faulty rows are told, never dropped without a word."""
-    samples, faults, num_truncated, num_straddling = [], [], 0, 0
-    for row, messages in rows:
-        try:
-            sample, truncated, straddling = encode_row(chat, row, messages, max_length, truncation)
-        except ChatError as error:
-            faults.append(RowFault(row, str(error), error.fix))
-            continue
-        samples.append(sample)
-        num_truncated += truncated
-        num_straddling += straddling
-    return Encoded(samples, faults, num_truncated, num_straddling)

@@ -19,7 +19,6 @@ from mfsdp_cli.config.rules_parallel import workable_tp, world_size
 from mfsdp_cli.config.rules_rollout import sampler_gpus
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.config.schema_grpo import GrpoSettings
-from mfsdp_cli.config.values import kind_of
 from mfsdp_cli.errors import MACHINE_UNFIT, OK, USAGE, MfsdpError, Problem, exit_code_of
 from mfsdp_cli.launch.facts import Facts, gather
 from mfsdp_cli.launch.fit import GIB, Memory, predict_memory, read, with_values

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +51,6 @@ def graded(is_right: bool, parsed: str) -> RewardResult:
 
 def unparseable(detail: str, parsed: str | None = None) -> RewardResult:
     return RewardResult(0.0, parsed, "unparseable", detail)
-
-
-def count_statuses(results: Iterable[RewardResult]) -> dict[str, int]:
-    """How many of each status, zeros included, in the order of STATUSES."""
-    counts = Counter(result.status for result in results)
-    return {status: counts[status] for status in STATUSES}
 
 
 def scorer_name(name: str, data_source: str) -> str:

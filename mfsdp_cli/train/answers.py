@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from mfsdp_cli.config.schema_grpo import GrpoSettings
-from mfsdp_cli.rewards.base import RewardResult
+from mfsdp_cli.rewards.base import STATUSES, RewardResult
 from mfsdp_cli.rewards.length import overlong_penalty
 from mfsdp_cli.train.advantages import group_advantages, zero_variance_groups
 from mfsdp_cli.types import Experience, Prompt, Response, Sample
-
-STATUSES = ("right", "wrong", "unparseable", "timed_out", "error")
 
 
 @dataclass

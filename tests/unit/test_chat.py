@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from make_tiny_model import make_tokenizer
 
-from mfsdp_cli.data.chat import SENTINEL, ChatError, ChatTokenizer, encode_row, encode_rows
+from mfsdp_cli.data.chat import SENTINEL, ChatError, ChatTokenizer, encode_row
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError
 
 # Qwen2.5-Instruct's, without tools: a default system prompt.
@@ -300,15 +300,6 @@ def test_truncation_names_length_and_limit_or_cuts_the_end_it_says(base):
         encode_row(chat, 3, messages, 10, "right")
     same, cut, _ = encode_row(chat, 3, messages, 18, "error")
     assert not cut and same.num_targets == 7
-
-
-def test_encode_rows_keeps_the_good_and_names_the_others(base):
-    rows = [(0, say("u: 1?", "a: 1")), (1, say("u: 1?")), (2, say("u: 1?", "a: " + "1" * 50)), (3, say("u: 2?", "a: 2"))]
-    encoded = encode_rows(ChatTokenizer(base), rows, 30, "error")
-    assert [sample.row for sample in encoded.samples] == [0, 3]
-    assert [fault.row for fault in encoded.faults] == [1, 2] and "limit of 30" in encoded.faults[1].reason
-    encoded = encode_rows(ChatTokenizer(base), rows, 30, "right")
-    assert [sample.row for sample in encoded.samples] == [0, 2, 3] and encoded.num_truncated == 1
 
 
 @pytest.mark.parametrize("template", [QWEN25, QWEN3, NO_PROMPT], ids=["qwen25", "qwen3", "no prompt"])
