@@ -211,26 +211,17 @@ def expert_parallel(s, f) -> Iterator[Problem]:
 # --- layers ---------------------------------------------------------------------------------------------------------
 
 
-def _has_te(f) -> bool:
-    return f.versions.get("transformer-engine") is not None
-
-
 @rule("te-required", "TransformerEngine, where it is asked for, is installed, and runs on GPUs", "megatron-core 0.19.2 "
       "extensions/transformer_engine.py", fix="engine.transformer_impl=auto, or pip install 'transformer-engine[pytorch]'")
 def transformer_engine(s, f) -> Iterator[Problem]:
-    e = s.engine
-    wants = [("transformer_impl", "transformer_engine")] if e.transformer_impl == "transformer_engine" else []
-    wants += [("context_parallel_size", str(e.context_parallel_size))] if e.context_parallel_size > 1 else []
-    for name, value in wants:
-        key = f"engine.{name}"
-        fix = f"{key}=1, with more TP" if name == "context_parallel_size" else f"{key}=auto"
-        if not uses_cuda(s, f):
-            yield Problem(key, value, "TransformerEngine runs on GPUs only, and this run is on CPU", fix, code=MACHINE_UNFIT)
-        elif not _has_te(f):
-            yield Problem(
-                key, value, "TransformerEngine is not installed", f"pip install 'transformer-engine[pytorch]', or {fix}",
-                code=MACHINE_UNFIT,
-            )
+    if s.engine.transformer_impl != "transformer_engine":
+        return
+    key, value, fix = "engine.transformer_impl", "transformer_engine", "engine.transformer_impl=auto"
+    if not uses_cuda(s, f):
+        yield Problem(key, value, "TransformerEngine runs on GPUs only, and this run is on CPU", fix, code=MACHINE_UNFIT)
+    elif f.versions.get("transformer-engine") is None:
+        yield Problem(key, value, "TransformerEngine is not installed", f"pip install 'transformer-engine[pytorch]', or {fix}",
+                      code=MACHINE_UNFIT)
 
 
 @rule("cp-needs-te", "context parallelism has TransformerEngine's attention",
@@ -238,7 +229,7 @@ def transformer_engine(s, f) -> Iterator[Problem]:
 def context_parallel_layers(s, f) -> Iterator[Problem]:
     if s.engine.context_parallel_size > 1 and s.engine.transformer_impl == "local":
         why = "attention across context-parallel ranks exists only in TransformerEngine's layers"
-        yield Problem("engine.transformer_impl", "local", why, "engine.transformer_impl=auto, or engine.context_parallel_size=1")
+        yield Problem("engine.transformer_impl", "local", why, "engine.context_parallel_size=1")
 
 
 @rule("cp-must-be-1", "there are no context-parallel ranks",
@@ -246,6 +237,6 @@ def context_parallel_layers(s, f) -> Iterator[Problem]:
       fix="engine.context_parallel_size=1, with more TP")
 def context_parallel(s, f) -> Iterator[Problem]:
     cp = s.engine.context_parallel_size
-    if cp > 1 and uses_cuda(s, f) and _has_te(f) and s.engine.transformer_impl != "local":
+    if cp > 1:
         why = "packed sequences are not split over context-parallel ranks yet: each of them would compute the whole batch"
         yield Problem("engine.context_parallel_size", str(cp), why, "engine.context_parallel_size=1, with more TP")

@@ -86,7 +86,7 @@ def packed(s, f) -> Iterator[Problem]:
 def offload(s, f) -> Iterator[Problem]:
     """verl's helpers know the buffers of Megatron's DDP. Of Megatron-FSDP they resize the storage of DTensors, which raises, or
     free nothing and say that it worked."""
-    for name, what in (("param_offload", "parameters"), ("optimizer_offload", "optimizer state")):
+    for name, what in (("param_offload", "parameters"), ("optimizer_offload", "optimizer states")):
         if getattr(s.engine, name):
             why = f"{what} of Megatron-FSDP sit in its own buffers, which off-loading cannot free"
             yield Problem(

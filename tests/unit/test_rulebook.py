@@ -134,7 +134,7 @@ SHARED = {
                         settings={"engine__transformer_impl": "transformer_engine"}),
     "cp-needs-te": Case({"engine__transformer_impl": "local"}, {"engine__transformer_impl": "auto"},
                         settings={"engine__context_parallel_size": 2}),
-    "cp-must-be-1": Case({"engine__context_parallel_size": 2}, {"engine__context_parallel_size": 1}, facts={"versions": TE}),
+    "cp-must-be-1": Case({"engine__context_parallel_size": 2}, {"engine__context_parallel_size": 1}),
     "override-own-setting": Case(override(bf16=True), override(recompute_granularity=None)),
     "override-ours": Case(override(calculate_per_token_loss=True), {}),
     "override-known-field": Case(override(attention_softmax_in_fp23=True), override(attention_softmax_in_fp32=True)),
