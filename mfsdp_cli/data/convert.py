@@ -6,6 +6,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from mfsdp_cli.rewards.latex import BARE, BOX, closing_brace
+
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -122,29 +124,17 @@ def gsm8k_gold(answer: str) -> str:
 
 
 def math_gold(solution: str) -> str:
-    """What the last `\\boxed{…}`, `\\fbox{…}` or `\\boxed 5` holds, braces balanced."""
-    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", solution))):
-        rest = solution[match.end():]
-        if rest.startswith("{"):
-            return braced(rest)
-        bare = re.match(r"-?\d[\d,]*(\.\d+)?|[A-Za-z](?=\$)", rest)  # `\boxed as asked` is prose, not a box
-        if bare:
+    """What the last `\\boxed{…}`, `\\fbox{…}` or `\\boxed 5` holds, braces balanced. In a response `rewards.latex.last_box` passes over a
+    box that is cut off or empty; in a gold answer it is a fault of the row."""
+    for match in reversed(list(BOX.finditer(solution))):
+        if solution.startswith("{", match.end()):
+            end = closing_brace(solution, match.end())
+            if end is None:
+                raise BadRow("the last box is cut off: its braces do not balance")
+            inside = solution[match.end() + 1:end].strip()
+            if not inside:
+                raise BadRow("the last box is empty")
+            return inside
+        if bare := BARE.match(solution, match.end()):  # `\\boxed as asked` is prose, not a box
             return bare[0].rstrip(",")
     raise BadRow("the solution has no \\boxed{} or \\fbox{}")
-
-
-def braced(text: str) -> str:
-    """The inside of the balanced group that opens `text`; escaped braces do not count."""
-    depth, at = 0, 0
-    while at < len(text):
-        if text[at] == "\\":
-            at += 1
-        elif text[at] in "{}":
-            depth += 1 if text[at] == "{" else -1
-            if depth == 0:
-                inside = text[1:at].strip()
-                if not inside:
-                    raise BadRow("the last box is empty")
-                return inside
-        at += 1
-    raise BadRow("the last box is cut off: its braces do not balance")

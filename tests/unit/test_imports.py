@@ -33,6 +33,7 @@ ALLOWED = {
     "launch": {"launch", "config", "output", "checkpoint.manifest", "checkpoint.inspect", "checkpoint.dcp_metadata", "checkpoint.reuse",
                "rewards.custom"},
     "data": {"data"},
+    "data.convert": {"data", "rewards.latex"},  # one reading of a box, in golds and in responses
     "engine": {"engine"},
     "rollout": {"rollout"},
     "rewards": {"rewards"},
@@ -45,7 +46,7 @@ ALLOWED = {
 # Parts of a package that are front end although the rest of it is not.
 FRONT_MODULES = ("config", "launch", "data.prepare", "data.sources", "data.convert", "checkpoint.manifest", "checkpoint.inspect",
                  "checkpoint.dcp_metadata", "checkpoint.hf_folder", "checkpoint.layouts", "checkpoint.reuse", "rewards.custom", "rewards.base",
-                 "rewards.gsm8k", "rewards.numbers")
+                 "rewards.gsm8k", "rewards.numbers", "rewards.latex")
 
 
 def modules():
