@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from mfsdp_cli.checkpoint.dcp_metadata import TensorEntry, read_dcp
+from mfsdp_cli.engine.bridge import bare_name
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -63,7 +64,7 @@ def load(engine, folder: str | Path, contents: list[str]) -> list[Problem]:
 
 def canonical(name: str) -> str:
     """The checkpoint's name of a parameter: without wrappers, with the unfused layers' names."""
-    name = _bare(name)
+    name = bare_name(name)
     for pattern, plain in _TE_NAMES:
         name = pattern.sub(plain, name)
     return name
@@ -79,14 +80,10 @@ class _Parameters:
 
         self.config = get_model_config(model)
         self.named_modules = model.named_modules
-        self._parameters = {_bare(name): param for name, param in model.named_parameters()}
+        self._parameters = {bare_name(name): param for name, param in model.named_parameters()}
 
     def get_parameter(self, name: str):
-        return self._parameters[_bare(name)]
-
-
-def _bare(name: str) -> str:
-    return re.sub(r"^(module\.)+", "", name)
+        return self._parameters[bare_name(name)]
 
 
 # ---------------------------------------------------------------- the tensors of this rank
@@ -97,11 +94,11 @@ def _state(engine, contents: list[str]) -> dict[str, torch.Tensor]:
     from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict, handle_swiglu_in_state_dict
 
     model = engine.module.module
-    weights = {_bare(k): v for k, v in engine.module.state_dict_for_save_checkpoint().items() if isinstance(v, DTensor)}
+    weights = {bare_name(k): v for k, v in engine.module.state_dict_for_save_checkpoint().items() if isinstance(v, DTensor)}
     moments = None
     if "optimizer" in contents:
         # the names that the optimizer gives its parameters: wrapped once more, experts numbered globally
-        moments = {"state": {f"module.{_bare(n)}": entry for n, entry in engine.optimizer_state().items()}}
+        moments = {"state": {f"module.{bare_name(n)}": entry for n, entry in engine.optimizer_state().items()}}
     weights, moments = handle_swiglu_in_state_dict(_Parameters(model), weights, moments)
     weights = handle_experts_in_state_dict(weights, engine.module.config.num_moe_experts)
     state: dict[str, torch.Tensor] = {}

@@ -108,8 +108,8 @@ def load_hf_weights(bridge: AutoBridge, model: list) -> None:
     from megatron.core.utils import unwrap_model
 
     tasks = [t for t in bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, unwrap_model(model)) if t is not None]
-    built = {_bare(name) for chunk in unwrap_model(model) for name, _ in chunk.named_parameters()}
-    assert built <= {_bare(t.param_name) for t in tasks}, "Bridge does not know all of the model's parameters"
+    built = {bare_name(name) for chunk in unwrap_model(model) for name, _ in chunk.named_parameters()}
+    assert built <= {bare_name(t.param_name) for t in tasks}, "Bridge does not know all of the model's parameters"
     shapes = source_shapes(bridge)
     everywhere: list = [None] * dist.get_world_size()
     # each expert-parallel rank knows its own experts
@@ -162,7 +162,7 @@ def _misfits(bridge: AutoBridge, tasks: list, shapes: dict) -> dict[str, str]:
     return problems
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """A parameter's name without its wrappers: Megatron-FSDP adds one "module.", Float16Module another."""
     return re.sub(r"^(module\.)+", "", name)
 
