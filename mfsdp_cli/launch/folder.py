@@ -56,7 +56,7 @@ class Attempt:
 def run_folder(settings: SftSettings | GrpoSettings) -> Path:
     """trainer.output_dir, or runs/<experiment_name>."""
     trainer = settings.trainer
-    return Path(trainer.output_dir).expanduser() if trainer.output_dir else Path("runs") / trainer.experiment_name
+    return Path(os.path.expanduser(trainer.output_dir)) if trainer.output_dir else Path("runs") / trainer.experiment_name
 
 
 def folder_problems(run_dir: Path, settings: SftSettings | GrpoSettings, origins: dict[str, str]) -> list[Problem]:
@@ -143,7 +143,10 @@ def _resume_path_problems(settings: SftSettings | GrpoSettings, origins: dict[st
     try:
         return _misfits(resolve(path), settings, origins)
     except MfsdpError as error:
-        return [replace(p, where=origins.get("trainer.resume_from_path", "")) for p in error.problems]
+        where = origins.get("trainer.resume_from_path", "")
+        if where == "--resume" and not Path(path).exists():
+            return [Problem("--resume", path, "there is no such folder", "auto, never, or the folder of a run or checkpoint", where, BAD_INPUT)]
+        return [replace(p, where=where) for p in error.problems]
 
 
 def _misfits(checkpoint: Path, settings: SftSettings | GrpoSettings, origins: dict[str, str]) -> list[Problem]:

@@ -101,8 +101,10 @@ def _verdict(checked: Checked) -> str:
 
 def _model(checked: Checked) -> str:
     path, facts = checked.settings.model.path, checked.facts
+    if path is None:
+        return "none given"
     if facts.model_path is None:
-        return f"{path} (not here)" if facts.model_error or path is None else f"{path} (would be downloaded)"
+        return f"{path} (not here)" if facts.model_error else f"{path} (would be downloaded)"
     kind = (facts.model_config or {}).get("architectures") or ["unknown architecture"]
     shown = path if facts.model_path == path or facts.model_source else f"{path} in {facts.model_path}"
     return f"{shown}: {kind[0]}, {len(facts.model_weight_files)} weight file{'' if len(facts.model_weight_files) == 1 else 's'}"
