@@ -233,6 +233,13 @@ def require_resources(bundles: list[dict], available: dict, by_node: dict[str, d
             nodes = "; ".join(f"{node} {resources.get(kind, 0):g}" for node, resources in by_node.items())
             raise MfsdpError(Problem(f"Ray's {kind}s", f"{there:g}", f"this run needs {needed:g}; by node: {nodes}",
                                      "use fewer ranks or samplers, or a larger cluster (trainer.ray_address)", code=MACHINE_UNFIT))
+    for size in sorted({b["GPU"] for b in bundles if b.get("GPU", 0) > 1}):
+        wanted, fit = sum(b.get("GPU", 0) == size for b in bundles), sum(int(r.get("GPU", 0) // size) for r in by_node.values())
+        if wanted > fit:
+            nodes = "; ".join(f"{node} {r.get('GPU', 0):g}" for node, r in by_node.items())
+            why = f"{wanted} engines need {size:g} GPUs of one node each, and there is room for {fit}; GPUs by node: {nodes}"
+            raise MfsdpError(Problem("rollout.tensor_model_parallel_size", f"{size:g}", why, "a smaller --gen-tp, fewer rollout.num_engines, or "
+                                     "larger nodes", code=MACHINE_UNFIT))
 
 
 def describe(bundles: list[dict]) -> str:
