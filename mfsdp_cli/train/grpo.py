@@ -72,10 +72,11 @@ def loop(run: Run, log, meter) -> None:
         step_s = time.monotonic() - started
         record = {"step": step, "total_steps": run.total_steps, "samples_consumed": run.samples_consumed, **answer_metrics(answers), **sampled, **trained,
                   "rollout_s": rollout_s, "update_s": update_s, "sync_s": step_s - rollout_s - update_s, "step_s": step_s,
-                  **meter.add(step, trained["num_tokens"], step_s)}
+                  "update_tokens_per_s": trained["num_tokens"] / max(update_s, 1e-9), **meter.add(step, trained["num_tokens"], step_s)}
         log.log(record)
         process.say(grpo_line(record))
         write_samples(run.run_dir, step, answers, trainer.samples_per_step)
+        run.alarm(record, step)
 
         stopped = process.stop_asked()
         last = step == run.total_steps or stopped
@@ -203,7 +204,6 @@ class Run:
         memory = max(self.cluster.on_ranks("peak_memory_gib"))
         metrics = summarize(parts) | kl_in_reward | {"lr": lr, "grad_norm": sum(norms) / len(norms), "num_updates": len(parts), "memory_gib": memory,
                                                      "num_tokens": sum(s.num_tokens for s in samples), "num_groups": len({a.group for a in answers})}
-        self.alarm(metrics, step)
         return metrics
 
     def log_probs(self, samples, reference: bool) -> dict:
@@ -211,7 +211,7 @@ class Run:
         return {i: values for part in self.cluster.on_ranks("log_probs", samples, reference) for i, values in part.items()}
 
     def alarm(self, metrics: dict, step: int) -> None:
-        """Stop the run when sampler and trainer disagree, before anything is saved. From the first step on."""
+        """Stop the run when sampler and trainer disagree, before anything is saved, with the step's numbers and samples to look at."""
         reason = correction.alarm({k.removeprefix("mismatch/"): v for k, v in metrics.items() if k.startswith("mismatch/")}, self.settings.algorithm.mismatch_alarm)
         if reason and self.settings.rollout.one_step_ahead:
             reason += "; with rollout.one_step_ahead the responses are one step old: a lower optim.lr or a higher algorithm.mismatch_alarm allows for it"
