@@ -145,7 +145,8 @@ def _resume_path_problems(settings: SftSettings | GrpoSettings, origins: dict[st
     except MfsdpError as error:
         where = origins.get("trainer.resume_from_path", "")
         if where == "--resume" and not Path(path).exists():
-            return [Problem("--resume", path, "there is no such folder", "auto, never, or the folder of a run or checkpoint", where, BAD_INPUT)]
+            fix = "auto, never, or the folder of a run or checkpoint"
+            return [Problem("trainer.resume_from_path", path, "there is no such folder", fix, where, BAD_INPUT)]
         return [replace(p, where=where) for p in error.problems]
 
 

@@ -382,6 +382,8 @@ def test_resume_from_a_path_is_checked_before_the_start(inputs):
     (saved / "trainer.json").unlink()
     problem, = folder_errors(checked(inputs, resume=str(saved))).values()
     assert problem.code == errors.BAD_INPUT and problem.where == "--resume" and "trainer.json" in problem.key
+    problem, = folder_errors(checked(inputs, resume="yes")).values()
+    assert problem.found == "yes" and problem.fix == "auto, never, or the folder of a run or checkpoint"
 
 
 # ---------------------------------------------------------------- other commands
