@@ -47,7 +47,7 @@ def read_hf(folder: str | Path) -> HfContents:
         tensors.update((entry.name, entry) for entry in found)
         problems += [problem] if problem else []
     if (folder / INDEX).is_file():
-        places = _json(folder / INDEX).get("weight_map", {})
+        places = _places(folder / INDEX)
         for name in sorted(set(places.values()) - {shard.name for shard in shards}):
             problems.append(_problem(folder / name, "missing", f"{INDEX} places tensors in it"))
         for name, file in sorted(places.items()):
@@ -69,7 +69,9 @@ def _read_header(path: Path) -> tuple[list[TensorEntry], Problem | None]:
             header.pop("__metadata__", None)
             tensors = [TensorEntry(name, tuple(entry["shape"]), _DTYPES[entry["dtype"]], 1, (path.name,)) for name, entry in header.items()]
             needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if not all(type(n) is int and n >= 0 for entry in tensors for n in entry.shape):
+                raise ValueError("a shape that is no list of sizes")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             return [], _problem(path, f"{type(error).__name__}: {error}", "its safetensors header is damaged")
     if size < needed:
         return tensors, _problem(path, f"{size:,} bytes", f"cut short: its header describes {needed:,} bytes")
@@ -82,8 +84,16 @@ def _json(path: Path) -> dict:
         if not isinstance(data, dict):
             raise ValueError("not a JSON object")
         return data
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise MfsdpError(_problem(path, str(error), "this file cannot be read")) from None
+
+
+def _places(index: Path) -> dict[str, str]:
+    """Name of a tensor -> file, of an index."""
+    places = _json(index).get("weight_map", {})
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise MfsdpError(_problem(index, "weight_map", "it must map names of tensors to names of files"))
+    return places
 
 
 def _problem(where: Path, found: str, why: str) -> Problem:

@@ -115,8 +115,8 @@ def verl_contents(layout: Layout, problems: list[Problem]) -> dict:
         return {}
     try:
         contents = json.loads(path.read_text())
-        places = {name: entry["path"] for name, entry in contents["contents"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        places = {name: Path(entry["path"]) for name, entry in contents["contents"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         problems.append(_error(path, f"{type(error).__name__}: {error}", f"{VERL_CONTENTS} cannot be read", "use another step"))
         return {}
     for name, place in places.items():
@@ -132,7 +132,7 @@ def megatron_backend(layout: Layout) -> str:
         return "fsdp_dtensor"
     try:
         return str(json.loads(path.read_text())["sharded_backend"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return "unknown format"
 
 

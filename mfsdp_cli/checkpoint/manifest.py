@@ -294,20 +294,34 @@ def _read_manifest(folder: Path) -> Manifest:
                    "use another checkpoint")
     try:
         data = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise _bad(path, str(error), f"{MANIFEST} cannot be read", "use another checkpoint") from None
     if not isinstance(data, dict) or not isinstance(data.get("schema"), int):
         raise _bad(path, "no schema number", "this is not a manifest of mfsdp's", "give a checkpoint that mfsdp wrote")
     if data["schema"] > SCHEMA:
         raise _bad(path, f"schema {data['schema']}", f"written by a newer mfsdp; this one reads schema {SCHEMA}", "update mfsdp")
-    known = {f.name for f in fields(Manifest)}
-    if lacking := sorted(known - data.keys()):
+    known = {f.name: f.type for f in fields(Manifest)}
+    if lacking := sorted(known.keys() - data.keys()):
         raise _bad(path, f"without {', '.join(lacking)}", "the manifest lacks required keys", "use another checkpoint")
-    if any(not {"bytes", "crc32"} <= entry.keys() for entry in data["files"].values()):
+    if wrong := [name for name, kind in known.items() if not _fits(data[name], kind)]:
+        raise _bad(path, ", ".join(wrong), "values of another type than mfsdp writes", "use another checkpoint")
+    if any(not (_fits(entry.get("bytes"), "int") and _fits(entry.get("crc32"), "str")) for entry in data["files"].values()):
         raise _bad(path, "files", "an entry lacks bytes or crc32", "use another checkpoint")
     if outside := [n for n in data["files"] if n.startswith("/") or ".." in n.split("/")]:
         raise _bad(path, outside[0], "a manifest lists only files below its own folder", "do not use this checkpoint")
     return Manifest(**{key: data[key] for key in known})
+
+
+def _fits(value, kind: str) -> bool:
+    """Whether a value of JSON has the type of a field of `Manifest`; numbers there are counts and sizes."""
+    outer, _, inner = kind.removesuffix("]").partition("[")
+    if outer == "int":
+        return type(value) is int and 0 <= value < 2**63
+    if outer == "dict":
+        return isinstance(value, dict) and all(_fits(v, inner.partition(", ")[2] or inner) for v in value.values())
+    if outer == "list":
+        return isinstance(value, list) and all(_fits(v, inner) for v in value)
+    return isinstance(value, {"str": str, "": object}[outer])
 
 
 def _folders(checkpoints_dir: Path) -> list[tuple[Path, int, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ def model_checkpoint(path: str | Path, warnings: list[Problem] | None = None) ->
     `path` is no checkpoint of ours: a Hugging Face folder, a hub id.
 
     Raises MfsdpError (BAD_INPUT) when it is one and cannot be started from. Warnings about the choice are appended."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.name in (HUGGINGFACE, DIST_CKPT) and is_step_folder(folder.parent) and not any(folder.glob("*.safetensors")):
         holds = "configuration and tokenizer" if folder.name == HUGGINGFACE else "weights"
         why = f"it is a part of a checkpoint, with its {holds} alone"
@@ -81,6 +82,6 @@ def resume_problems(settings: SftSettings | GrpoSettings, found: Manifest) -> li
     tp, rows = settings.engine.tensor_model_parallel_size, found.padded_vocab_size
     if rows % tp:
         why = f"the checkpoint fixes the embedding at {rows} rows, which {tp} ranks cannot share evenly"
-        fix = f"use the {found.topology['tp']} that the checkpoint was made with"
+        fix = f"use the {found.topology.get('tp', 1)} that the checkpoint was made with"
         problems.append(Problem("engine.tensor_model_parallel_size", str(tp), why, fix))
     return problems

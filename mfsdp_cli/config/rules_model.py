@@ -49,9 +49,9 @@ def _shape_problems(config: dict) -> Iterator[Problem]:
     names.append("moe_intermediate_size" if is_moe(config) else "intermediate_size")
     names += ["head_dim"] if config.get("head_dim") is not None else []
     for name in names:
-        if type(config.get(name)) is not int or config[name] < 1:
+        if type(config.get(name)) is not int or not 1 <= config[name] < 2**31:
             yield _model_problem(
-                name, config.get(name), "config.json must hold a positive integer here", OWN_CONFIG,
+                name, config.get(name), "config.json must hold a positive integer below 2^31 here", OWN_CONFIG,
             )
             return
     heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")

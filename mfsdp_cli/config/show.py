@@ -76,7 +76,7 @@ def _read(file: str, kind: str) -> Loaded:
     if Path(file).name == "config.yaml" and written.is_file():
         try:
             origins = json.loads(written.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return loaded  # then the file and line
         loaded.origins = {str(k): str(v) for k, v in origins.items()} if isinstance(origins, dict) else loaded.origins
     return loaded

@@ -8,6 +8,8 @@ from pathlib import Path
 from mfsdp_cli.config.values import SETTINGS, Plain, as_text, free_value, nearest, other_kind
 from mfsdp_cli.errors import USAGE, Problem
 
+DEEPEST, MOST_VALUES = 50, 100_000  # of a file of settings
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -53,7 +55,7 @@ def read_yaml(path: str, problems: list[Problem]) -> list[Entry]:
     import yaml
 
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        root = _compose(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
         problems.append(Problem("--config", path, f"cannot be read: {reason}", "give the path of a YAML file", "command line"))
@@ -70,6 +72,32 @@ def read_yaml(path: str, problems: list[Problem]) -> list[Entry]:
         problems.append(Problem(path, "", "the file must hold sections (model:, data:, …)", "see: mfsdp config schema", f"{path}:1"))
         return []
     return list(_flatten(root, "", lambda line: f"{path}:{line}", problems))
+
+
+def _compose(text: str):
+    """The nodes of a YAML text. Raises yaml.YAMLError, also for what nests more deeply, or through aliases holds more, than settings do."""
+    import yaml
+
+    try:
+        root = yaml.compose(text, Loader=yaml.BaseLoader)
+        size, height = (0, 0) if root is None else _measure(root, {})
+    except RecursionError:
+        size, height = 0, DEEPEST + 1
+    if height > DEEPEST:
+        raise yaml.YAMLError(f"it nests more than {DEEPEST} deep")
+    if size > MOST_VALUES:
+        raise yaml.YAMLError(f"aliases (*name) make it endless, or more than {MOST_VALUES:,} values")
+    return root
+
+
+def _measure(node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """How many values are at and below a node, what is behind an alias counted each time, and how deep they nest."""
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES + 1, 0  # while it is not known: an alias of what it stands in never ends
+        items = node.value if isinstance(node.value, list) else []
+        below = [_measure(child, known) for item in items for child in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(size for size, _ in below), 1 + max((height for _, height in below), default=0)
+    return known[id(node)]
 
 
 def _flatten(node, prefix: str, where, problems: list[Problem]):
@@ -124,7 +152,7 @@ def read_assignment(text: str, problems: list[Problem]) -> list[Entry]:
     import yaml
 
     try:
-        node = yaml.compose(value, Loader=yaml.BaseLoader)
+        node = _compose(value)
     except yaml.YAMLError as e:
         why = f"the value is not valid YAML: {getattr(e, 'problem', e)}"
         problems.append(Problem(

@@ -13,7 +13,8 @@ from mfsdp_cli.config.schema_grpo import GrpoSettings
 
 SETTINGS = {"sft": SftSettings, "grpo": GrpoSettings}  # kind of run -> its settings
 
-_INT = re.compile(r"[+-]?\d+(_\d+)*")
+_INT = re.compile(r"(?=.{1,40}$)[+-]?\d+(_\d+)*")
+_LARGEST = 2**63 - 1  # what files and tensors hold
 _FLOAT = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _DURATION = re.compile(r"(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+(?:\.\d+)?)s)?\s*(?:(\d+)ms)?")
 _NULL = re.compile(r"|~|(?i:null)|None")  # but none, in small letters, is a value of several settings
@@ -173,9 +174,11 @@ def _scalar(raw, kind: str, leaf: Leaf):
         value = raw if type(raw).__name__ == kind else None
     if value is None or (kind == "float" and not math.isfinite(value)):
         number = raw if isinstance(raw, (int, float)) else plain_value(raw) if isinstance(raw, str) else None
-        if kind == "int" and isinstance(number, float) and number.is_integer():
+        if kind == "int" and isinstance(number, float) and number.is_integer() and abs(number) < _LARGEST:
             raise Unfit(f"expected {leaf.expected}, found a number with a point or an exponent", f"write {int(number)}")
         raise Unfit(f"expected {leaf.expected}, found {describe(raw)}", _advice(leaf))
+    if kind == "int" and abs(value) > _LARGEST:
+        raise Unfit(f"{value} is beyond the greatest integer, {_LARGEST}", _advice(leaf))
     if kind == "str" and "${" in value:
         raise Unfit("${…} is an OmegaConf reference, which is not followed here", "write the value itself")
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ def locate(source: str, given: str | None) -> Path:
     if given is None and source not in HUB_IDS:
         raise refuse("", f"{source} has no default data set", "give a .jsonl or .parquet file, or a folder of them")
     given = given or HUB_IDS[source]
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     if path.exists():
         return path
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given) and path.suffix not in SUFFIXES:

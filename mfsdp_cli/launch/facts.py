@@ -193,7 +193,7 @@ def find_model(path: str | None, environ: Mapping[str, str]) -> tuple[Path | Non
     """
     if path is None:
         return None, ""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.is_dir():
         return folder, ""
     if folder.exists():
@@ -224,7 +224,7 @@ def _model_config(folder: Path | None) -> tuple[dict | None, str]:
         return None, f"{folder} has no config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as e:
+    except (ValueError, RecursionError, OSError) as e:
         return None, f"{file} is not readable as JSON: {e}"
     return (config, "") if isinstance(config, dict) else (None, f"{file} holds no JSON object")
 
@@ -238,7 +238,7 @@ def _has_chat_template(folder: Path) -> bool:
         return True
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+    except (ValueError, RecursionError, OSError):
         return False
     return isinstance(config, dict) and bool(config.get("chat_template"))
 
@@ -251,8 +251,8 @@ def _weight_files(folder: Path | None) -> tuple[tuple[str, ...], str]:
     found = sorted(p.name for p in folder.glob("*.safetensors")) or sorted(p.name for p in folder.glob("*.bin"))
     if index.is_file():
         try:
-            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as e:
+            named = sorted({str(Path(name)) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             return tuple(found), f"{index} is not a weight index: {e!r}"
         missing = [name for name in named if not (folder / name).is_file()]
         found = [name for name in named if name not in missing]
@@ -271,7 +271,7 @@ def _safetensors_error(file: Path) -> str:
             return f"{file} is not a safetensors file (a failed download, or a Git LFS pointer?): {size} bytes"
         try:
             header = json.loads(f.read(length))
-        except ValueError:
+            needed = 8 + length + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return f"{file} has a damaged safetensors header"
-    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    return "" if 8 + length + end == size else f"{file} has {size} bytes where its header needs {8 + length + end}"
+    return "" if needed == size else f"{file} has {size} bytes where its header needs {needed}"

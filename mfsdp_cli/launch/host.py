@@ -94,7 +94,7 @@ def free_disk_gib(path: str | Path) -> float:
 
 def nearest_parent(path: str | Path) -> Path:
     """`path`, or the nearest folder above it that exists."""
-    folder = Path(path).expanduser().absolute()
+    folder = Path(os.path.expanduser(path)).absolute()
     while not folder.exists():
         folder = folder.parent
     return folder

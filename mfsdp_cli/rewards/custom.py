@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import subprocess
 import sys
 import traceback
@@ -33,7 +34,7 @@ def split_spec(spec: str) -> tuple[Path, str]:
     file, colon, function = spec.rpartition(":")
     if not (colon and file and function.isidentifier()):
         raise ValueError(f"{spec!r} is not FILE.py:FUNCTION")
-    return Path(file).expanduser(), function
+    return Path(os.path.expanduser(file)), function
 
 
 def load(spec: str) -> Scorer:

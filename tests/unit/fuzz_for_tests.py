@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from mfsdp_cli import cli
 from mfsdp_cli.config.aliases import TABLES
-from mfsdp_cli.config.schema_grpo import GrpoSettings  # noqa: F401  (the schema must be importable before anything is drawn)
 from mfsdp_cli.config.values import leaves
 from mfsdp_cli.errors import EXIT_CODES
 
@@ -65,12 +64,12 @@ def _deadline(seconds: float):
 
 def call(args: list[str], environ: dict[str, str] | None = None) -> Outcome:
     """`mfsdp ARGS` as the console script runs it, and what is wrong with how it ended."""
-    streams = sys.argv, sys.stdout, sys.stderr, dict(os.environ)
+    before = sys.argv, sys.stdout, sys.stderr, dict(os.environ)
     out, err = io.BytesIO(), io.BytesIO()
+    stdout = io.TextIOWrapper(out, encoding="utf-8", write_through=True)
+    stderr = io.TextIOWrapper(err, encoding="utf-8", errors="backslashreplace", write_through=True)
     code, cause = None, ""
-    sys.argv = ["mfsdp", *args]
-    sys.stdout, sys.stderr = io.TextIOWrapper(out, encoding="utf-8", write_through=True), \
-        io.TextIOWrapper(err, encoding="utf-8", errors="backslashreplace", write_through=True)
+    sys.argv, sys.stdout, sys.stderr = ["mfsdp", *args], stdout, stderr
     os.environ.update(environ or {})
     os.environ["MFSDP_DEBUG"] = "1"
     try:
@@ -83,9 +82,9 @@ def call(args: list[str], environ: dict[str, str] | None = None) -> Outcome:
     except BaseException:
         cause = "escaped " + _place(traceback.format_exc())
     finally:
-        sys.argv, sys.stdout, sys.stderr, before = streams
+        sys.argv, sys.stdout, sys.stderr, variables = before
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(variables)
     outcome = Outcome(args, code, out.getvalue(), err.getvalue())
     outcome.fault = cause or _fault(outcome)
     return outcome
