@@ -205,6 +205,14 @@ def one_step_ahead_apart(s, f) -> Iterator[Problem]:
         yield Problem("rollout.one_step_ahead", "True", why, "rollout.colocate=False, with GPUs for the samplers", level="note")
 
 
+@rule("one-step-ahead-awake", "samplers that work while the trainer does are not put to sleep", OWN, kinds=GRPO, training=True,
+      fix="rollout.enable_sleep_mode=False")
+def one_step_ahead_awake(s, f) -> Iterator[Problem]:
+    if s.rollout.one_step_ahead and s.rollout.enable_sleep_mode:
+        why = "samplers sleep while the trainer works, and with rollout.one_step_ahead they sample in that time"
+        yield Problem("rollout.enable_sleep_mode", "True", why, "keep one of the two")
+
+
 # --- the algorithm --------------------------------------------------------------------------------------------------
 
 

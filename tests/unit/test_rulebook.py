@@ -206,6 +206,7 @@ OF_GRPO = {
     "whole-distribution": Case({"rollout__top_p": 0.99}, {"rollout__top_p": 1.0}),
     "one-step-ahead-corrected": Case({"algorithm__rollout_correction": "none"}, {"algorithm__rollout_correction": "mask"},
                                      settings={"rollout__one_step_ahead": True}),
+    "one-step-ahead-awake": Case({"rollout__enable_sleep_mode": True}, {}, settings={"rollout__one_step_ahead": True}),
     "one-step-ahead-apart": Case({}, {"rollout__colocate": False}, settings={"rollout__one_step_ahead": True}),
     "kl-once": Case({"algorithm__use_kl_in_reward": True}, {}),
     "kl-loss-gradient": Case({"actor__kl_loss_type": "k1"}, {"actor__kl_loss_type": "k2"}),
