@@ -179,10 +179,10 @@ def test_grpo_dry_run_writes_nothing_and_shows_the_plan(mfsdp, prompts):
     assert done.returncode == 0 and snapshot(prompts) == before, done.stderr
     for text in (
         "verdict     would start", "2 ranks (1 node x 2, cpu) = TP 1 x PP 1 x CP 1 x DP 2", "samplers    1 hf engine on CPU",
-        "64 prompts x 8 responses = 512 samples a step, of at most 64 + 24 tokens; longer prompts are left out",
-        "64 prompts x 8 = 512 samples an update = 256 x DP 2; micro batches of up to 4096 tokens a rank", "64 // 64 mini batches = 1 a step",
-        "reference   none (no KL)", "0 to 0.0005 in 8 steps, then constant",
-        "80 (trainer.total_training_steps); an epoch has 140 prompts // 64 = 2; 12 prompts an epoch fill no batch",
+        "128 prompts x 8 responses = 1024 samples a step, of at most 64 + 24 tokens; longer prompts are left out",
+        "128 prompts x 8 = 1024 samples an update = 512 x DP 2; micro batches of up to 4096 tokens a rank", "128 // 128 mini batches = 1 a step",
+        "reference   none (no KL)", "0 to 0.0005 in 6 steps, then constant",
+        "60 (trainer.total_training_steps); an epoch has 140 prompts // 128 = 1; 12 prompts an epoch fill no batch",
         "  prompts.parquet (140 rows)\n", "  out dir/samples/\n", "  VLLM_ALLREDUCE_USE_SYMM_MEM=0\n", "  CUDA_DEVICE_MAX_CONNECTIONS=8\n",
         "command on node 0 (mfsdp grpo runs it", "-m mfsdp_cli.train.grpo --config 'out dir/attempts/001/config.yaml'",
     ):
