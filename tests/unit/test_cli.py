@@ -188,7 +188,7 @@ def test_grpo_dry_run_writes_nothing_and_shows_the_plan(mfsdp, prompts):
     ):
         assert text in done.stdout, text
     data = json.loads(mfsdp(*GRPO, "-n", "--json", cwd=prompts).stdout)
-    assert data["plan"]["samples_per_step"] == 512 and len(data["nodes"]) == 1 and data["nodes"][0]["argv"][2] == "mfsdp_cli.train.grpo"
+    assert data["plan"]["samples_per_step"] == 1024 and len(data["nodes"]) == 1 and data["nodes"][0]["argv"][2] == "mfsdp_cli.train.grpo"
 
 
 def test_grpo_flags(mfsdp, prompts):
