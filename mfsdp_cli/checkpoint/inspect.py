@@ -34,7 +34,7 @@ def inspect(path: str | Path, *, tensors: bool = False, verify: bool = False) ->
     stored, objects = _read_tensors(layout, problems)
     hf = _read_huggingface(layout, problems)
     if layout.kind == "huggingface":
-        stored = hf.tensors
+        stored = hf.tensors if hf else ()
     if verify:
         _verify(layout, report, problems)
     problems = _one_per_place(problems)

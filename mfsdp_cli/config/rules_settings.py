@@ -10,6 +10,7 @@ from mfsdp_cli.config.values import as_text, kind_of, nearest
 from mfsdp_cli.errors import Problem
 
 MBRIDGE_CONFIG = {"distributed_filesystem": bool, "memory_efficient": bool}
+LEAST_FLOAT32 = 2.0**-126  # below it numbers lose digits, and end at 0
 
 # --- what must be given, and the three flags ------------------------------------------------------------------------
 
@@ -186,6 +187,15 @@ def betas(s, f) -> Iterator[Problem]:
     values = s.optim.betas
     if len(values) != 2 or not all(0 <= b < 1 for b in values):
         yield Problem("optim.betas", as_text(values), "Adam has two decays, each at least 0 and below 1", "optim.betas=[0.9, 0.95]")
+
+
+@rule("adam-eps", "optim.eps is a positive float32", "Kingma and Ba, arXiv:1412.6980, algorithm 1; torch.optim.AdamW", training=True,
+      fix="optim.eps=1e-8")
+def epsilon(s, f) -> Iterator[Problem]:
+    """An embedding row whose token never came has gradient 0 and both moments 0: the step of 0 / (0 + eps) is NaN without it."""
+    if s.optim.eps < LEAST_FLOAT32:
+        why = "weights without a gradient, as rows of the embedding of tokens that did not come, would be divided 0 by 0"
+        yield Problem("optim.eps", as_text(s.optim.eps), why, "optim.eps=1e-8, the default")
 
 
 @rule("warmup-ends", "the warm-up is shorter than the run", "megatron-core 0.19.2 optimizer_param_scheduler.py (its asserts)",

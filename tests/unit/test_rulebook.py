@@ -94,6 +94,7 @@ SHARED = {
     "resume-path": Case({"trainer__resume_from_path": "x"}, {"trainer__resume_from_path": "x", "trainer__resume_mode": "resume_path"}),
     "lr-peak": Case({"optim__min_lr": 1.1e-5}, {"optim__min_lr": 1e-5}, settings={"optim__lr": 1e-5}),
     "adam-betas": Case({"optim__betas": [0.9, 1.0]}, {"optim__betas": [0.9, 0.999]}),
+    "adam-eps": Case({"optim__eps": 2.0**-127}, {"optim__eps": 2.0**-126}),
     "warmup-ends": Case({"optim__lr_warmup_steps": 10}, {"optim__lr_warmup_steps": 9}, settings={"trainer__total_training_steps": 10}),
     "zero-is-no-limit": Case({"trainer__save_freq": 0}, {"trainer__save_freq": 1}),
     "architecture": Case(bad_facts=config(architectures=["MixtralForCausalLM"]), good_facts=config(LLAMA)),
