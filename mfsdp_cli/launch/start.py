@@ -62,6 +62,9 @@ def check(kind: str, *, preset: str | None, config: str | None, assignments: lis
         "memory": memory_problems(loaded.settings, plan, facts),
         "disk": disk_problems(loaded.settings, plan, facts, str(run_dir), len(complete_steps(run_dir / CHECKPOINTS))),
     })
+    if any(p.level == "error" and p.key in ("--preset", "--config", preset, config) for p in loaded.problems):
+        # what a file that could not be read may well have given is not missing
+        problems = [p for p in problems if p.rule not in ("model-given", "train-files-given")]
     return Checked(loaded.settings, origins, facts, plan, run_dir, list(dict.fromkeys(problems)))
 
 

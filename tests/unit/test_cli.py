@@ -354,6 +354,16 @@ def test_the_run_folder_holds_what_was_asked_for(inputs):
     assert start_once(result).path.name == "002"
 
 
+def test_what_an_unreadable_file_may_have_given_is_not_missing(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: [1,\n")
+    common = {"assignments": [], "flags": {"output": str(tmp_path / "run")}, "resume": None, "environ": {"PATH": ""}}
+    for preset, config in ((None, str(tmp_path / "run.yaml")), (None, "none.yaml"), ("sft-gsm8k", None)):
+        found = [p for p in check("sft", preset=preset, config=config, **common).problems if p.level == "error"]
+        assert len(found) == 1 and found[0].key in ("--preset", "--config", config)
+    missing = {p.rule for p in check("sft", preset=None, config=None, **common).problems if p.level == "error"}
+    assert missing == {"model-given", "train-files-given"}
+
+
 def test_a_used_folder_is_continued_or_refused_but_never_mixed(inputs):
     start_once(checked(inputs))
     assert not folder_errors(checked(inputs, resume="never"))

@@ -168,7 +168,7 @@ def test_a_usage_error_of_every_command_is_one_json_object(capsys, path):
     (["ckpt", "inspect", "none"], 5), (["ckpt", "export-hf", "none", "-o", "x"], 5), (["samples", "none"], 5),
     (["prep-data", "gsm8k", "-i", "none", "-o", "x"], 5), (["prep-data", "arithmetic", "-o", "file/x", "--rows", "2"], 5),
     (["config", "show", "--preset", "none"], 3), (["config", "diff", "a.yaml", "b.yaml"], 3),
-    (["sft", "--preset", "grpo-tiny-cpu", "-n"], 3),
+    (["sft", "--preset", "grpo-tiny-cpu", "-n"], 2),
 ])
 def test_every_failure_is_one_json_object(capsys, tmp_path, monkeypatch, args, code):
     monkeypatch.chdir(tmp_path)
