@@ -135,7 +135,9 @@ class Cluster:
         require_resources(bundles, ray.cluster_resources(), {n["NodeManagerAddress"]: n["Resources"] for n in ray.nodes() if n["Alive"]})
         group = placement_group(bundles, strategy="PACK")
         self.groups.append(group)
-        wait([group.ready()], f"Ray to reserve {describe(bundles)}", self.limit_s)
+        free = ", ".join(f"{ray.available_resources().get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+        wait([group.ready()], f"Ray to reserve {describe(bundles)}; free when asked: {free}", self.limit_s,
+             "end the jobs that hold the rest (`ray list jobs`, `ray status`), or ask for less")
 
         attempt = str(self.attempt_dir)
         for rank in range(self.num_ranks):
@@ -246,7 +248,7 @@ def describe(bundles: list[dict]) -> str:
     return f"{len(bundles)} places: {sum(b.get('CPU', 0) for b in bundles):g} CPUs, {sum(b.get('GPU', 0) for b in bundles):g} GPUs"
 
 
-def wait(refs: list, what: str, limit_s: float) -> list:
+def wait(refs: list, what: str, limit_s: float, fix: str = "see the logs of trainer*.log and sampler*.log in the attempt's folder") -> list:
     """Results of all, in order. Raises MfsdpError when the limit is over, saying how many were still out; an actor's own
     failure is raised as it comes, and its last word is in the attempt's folder."""
     started = time.monotonic()
@@ -255,6 +257,5 @@ def wait(refs: list, what: str, limit_s: float) -> list:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(POLL_S, max(0.0, limit_s - (time.monotonic() - started))))
         ray.get(done)  # a failure is told at once, not after the limit
         if pending and time.monotonic() - started >= limit_s:
-            raise MfsdpError(Problem("waiting", what, f"{len(pending)} of {len(refs)} not there after {limit_s:g} s",
-                                     "see the logs of trainer*.log and sampler*.log in the attempt's folder", code=MACHINE_UNFIT))
+            raise MfsdpError(Problem("waiting", what, f"{len(pending)} of {len(refs)} not there after {limit_s:g} s", fix, code=MACHINE_UNFIT))
     return ray.get(refs)
