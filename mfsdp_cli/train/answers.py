@@ -101,7 +101,7 @@ def write_samples(run_dir: Path, step: int, answers: list[Answer], most: int, ki
     kept = [a for a in answers if a.group in chosen]
     columns = {
         "step": [step] * len(kept), "row": [a.prompt.row for a in kept], "group": [a.group for a in kept], "index": [a.index for a in kept],
-        "prompt": [a.prompt.messages[-1]["content"] for a in kept], "response": [a.response.text for a in kept], "reward": [a.reward for a in kept],
+        "prompt": [chat_text(a.prompt.messages) for a in kept], "response": [a.response.text for a in kept], "reward": [a.reward for a in kept],
         "status": [a.result.status for a in kept], "parsed": [a.result.parsed for a in kept], "ground_truth": [a.prompt.ground_truth for a in kept],
         "advantage": [a.advantage for a in kept], "num_tokens": [len(a.response.input_ids) for a in kept],
         "is_truncated": [a.response.is_truncated for a in kept],
@@ -112,3 +112,8 @@ def write_samples(run_dir: Path, step: int, answers: list[Answer], most: int, ki
     schema = {"parsed": pa.string()}
     pq.write_table(pa.table({k: pa.array(v, schema.get(k)) for k, v in columns.items()}), path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
+
+
+def chat_text(messages: list[dict]) -> str:
+    """A chat for people: what a single message says, or all of them with their roles."""
+    return messages[0]["content"] if len(messages) == 1 else "\n".join(f"{m['role']}: {m['content']}" for m in messages)
