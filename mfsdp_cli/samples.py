@@ -41,7 +41,7 @@ def _rows(path: Path) -> list[dict]:
 
     try:
         table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as e:
+    except (pyarrow.ArrowException, ValueError, OSError) as e:
         why = f"not readable as parquet: {str(e).splitlines()[0]}"
         raise MfsdpError(Problem(str(path), "", why, "name another --step", code=BAD_INPUT)) from e
     if missing := [name for name in COLUMNS if name not in table.column_names]:

@@ -71,21 +71,22 @@ def _shape_problems(config: dict) -> Iterator[Problem]:
 # --- the model ------------------------------------------------------------------------------------------------------
 
 
-def _named(config: dict):
+def architecture_of(config: dict):
+    """The first of the architectures that config.json names; None when it names none."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names else None
 
 
 def _known(f) -> dict | None:
     """config.json of an architecture that is supported."""
-    return f.model_config if f.model_config is not None and _named(f.model_config) in ARCHITECTURES else None
+    return f.model_config if f.model_config is not None and architecture_of(f.model_config) in ARCHITECTURES else None
 
 
 @rule("architecture", f"the model is one of {', '.join(ARCHITECTURES)}",
       "megatron-bridge 0.6.2 models/conversion/auto_bridge.py:1970 (no Mixtral); tried here with Megatron-FSDP", fix="another model")
 def architecture(s, f) -> Iterator[Problem]:
     if f.model_config is not None and _known(f) is None:
-        named = _named(f.model_config)
+        named = architecture_of(f.model_config)
         near = nearest(str(named), list(ARCHITECTURES))
         fix = f"supported: {', '.join(ARCHITECTURES)}" + (f"; nearest: {near}" if named and near else "")
         yield _model_problem("architectures", named, "this architecture has not been tried with Megatron-FSDP here", fix)

@@ -120,12 +120,23 @@ def _flatten(node, prefix: str, where, problems: list[Problem]):
             yield from _flatten(value_node, key + ".", where, problems)
         elif (tag := _odd_tag(value_node)) is not None:
             problems.append(Problem(key, tag, "YAML tags are not used here", "write the value alone", where(line)))
+        elif _has_odd_key(value_node):
+            problems.append(Problem(key, "", "a key must be text", "write key: value", where(line)))
         else:
             yield Entry(key, _tree(value_node), where(line))
 
 
 def _odd_tag(node) -> str | None:
     return None if node.tag in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map") else node.tag
+
+
+def _has_odd_key(node) -> bool:
+    """Whether a mapping at or below a node has a key that is a list or a mapping."""
+    import yaml
+
+    if isinstance(node, yaml.MappingNode):
+        return any(not isinstance(key, yaml.ScalarNode) or _has_odd_key(value) for key, value in node.value)
+    return isinstance(node, yaml.SequenceNode) and any(map(_has_odd_key, node.value))
 
 
 def _tree(node):

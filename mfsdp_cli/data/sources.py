@@ -98,7 +98,7 @@ def read_jsonl(path: Path):
         if line.strip():
             try:
                 yield json.loads(line), f"{path}:{number}", ""
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield None, f"{path}:{number}", f"is not JSON: {error}"
 
 
@@ -106,7 +106,7 @@ def read_json(path: Path):
     """A list of rows; or JSON lines, which some data sets call .json."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         yield from read_jsonl(path)
         return
     for number, row in enumerate(rows if isinstance(rows, list) else [rows]):

@@ -172,7 +172,7 @@ def _read_footer_with_pyarrow(path: str) -> ParquetFacts:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = {f.name: str(f.type) for f in file.schema_arrow}
             return ParquetFacts(path, file.metadata.num_rows, columns, nulls=_null_counts(file.metadata))
-    except (pyarrow.ArrowException, OSError) as e:
+    except (pyarrow.ArrowException, ValueError, OSError) as e:
         return ParquetFacts(path, 0, {}, f"not readable as parquet: {str(e).splitlines()[0]}")
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, complete_steps, latest_complete
+from mfsdp_cli.config.rules_model import architecture_of
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import EXIT_CODES, OK
 from mfsdp_cli.launch.command import child_command, child_environment, shell_line
@@ -105,9 +106,9 @@ def _model(checked: Checked) -> str:
         return "none given"
     if facts.model_path is None:
         return f"{path} (not here)" if facts.model_error else f"{path} (would be downloaded)"
-    kind = (facts.model_config or {}).get("architectures") or ["unknown architecture"]
+    kind = architecture_of(facts.model_config or {}) or "unknown architecture"
     shown = path if facts.model_path == path or facts.model_source else f"{path} in {facts.model_path}"
-    return f"{shown}: {kind[0]}, {len(facts.model_weight_files)} weight file{'' if len(facts.model_weight_files) == 1 else 's'}"
+    return f"{shown}: {kind}, {len(facts.model_weight_files)} weight file{'' if len(facts.model_weight_files) == 1 else 's'}"
 
 
 def _arithmetic(checked: Checked) -> list[tuple[str, str]]:

@@ -47,7 +47,7 @@ def first_row(files: list[str], facts: Facts) -> tuple[str, str, str, dict] | No
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
                 row = next(file.iter_batches(batch_size=1, columns=wanted)).to_pylist()[0]
-        except (pyarrow.ArrowException, OSError):  # told by `read_columns`
+        except (pyarrow.ArrowException, ValueError, OSError):  # told by `read_columns`
             continue
         gold = row.get("reward_model")
         if row.get("data_source") and isinstance(gold, dict) and gold.get("ground_truth") is not None:
@@ -70,7 +70,7 @@ def read_columns(settings: GrpoSettings, facts: Facts) -> Iterator[Grading | Pro
 
             try:
                 yield Grading(key, file, *read_grading(path, limit))
-            except (pyarrow.ArrowException, OSError) as error:
+            except (pyarrow.ArrowException, ValueError, OSError) as error:
                 why = f"its rows cannot be read: {str(error).splitlines()[0]}"
                 yield Problem(f"data.{key}", path, why, "write the file again", code=BAD_INPUT)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hypothesis import strategies as st
+from typer.main import get_command
 
 from mfsdp_cli import cli
 from mfsdp_cli.config.aliases import TABLES
@@ -27,6 +28,8 @@ from mfsdp_cli.errors import EXIT_CODES
 KINDS = ("sft", "grpo")
 DEADLINE_S = 10.0  # of one command in this process; most take milliseconds
 LONGEST_OUTPUT = 20_000_000
+
+COMMAND = get_command(cli.app)  # calling the app makes it anew each time, which takes longer than most commands
 
 # ---------------------------------------------------------------- running the command line
 
@@ -64,12 +67,12 @@ def _deadline(seconds: float):
 
 def call(args: list[str], environ: dict[str, str] | None = None) -> Outcome:
     """`mfsdp ARGS` as the console script runs it, and what is wrong with how it ended."""
-    before = sys.argv, sys.stdout, sys.stderr, dict(os.environ)
+    before = sys.argv, sys.stdout, sys.stderr, cli.app, dict(os.environ)
     out, err = io.BytesIO(), io.BytesIO()
     stdout = io.TextIOWrapper(out, encoding="utf-8", write_through=True)
     stderr = io.TextIOWrapper(err, encoding="utf-8", errors="backslashreplace", write_through=True)
     code, cause = None, ""
-    sys.argv, sys.stdout, sys.stderr = ["mfsdp", *args], stdout, stderr
+    sys.argv, sys.stdout, sys.stderr, cli.app = ["mfsdp", *args], stdout, stderr, COMMAND
     os.environ.update(environ or {})
     os.environ["MFSDP_DEBUG"] = "1"
     try:
@@ -82,7 +85,7 @@ def call(args: list[str], environ: dict[str, str] | None = None) -> Outcome:
     except BaseException:
         cause = "escaped " + _place(traceback.format_exc())
     finally:
-        sys.argv, sys.stdout, sys.stderr, variables = before
+        sys.argv, sys.stdout, sys.stderr, cli.app, variables = before
         os.environ.clear()
         os.environ.update(variables)
     outcome = Outcome(args, code, out.getvalue(), err.getvalue())
