@@ -60,6 +60,8 @@ _UNSET = (None, False, {}, [], "")
 _NOT_HERE = "is not offered here"
 _ON_GPUS = "an engine is split by rollout.tensor_model_parallel_size only"
 _MINI = "groups stay together in mini batches, in the order of the prompts"
+_MANAGER = (("naive", "dapo", "prime"), "there is one way of scoring; dapo's penalty is algorithm.overlong_buffer_length",
+            "give a scoring function: reward.function")
 
 ONLY = {
     "actor.strategy": (("megatron",), "Megatron is the only engine", "leave it out"),
@@ -72,7 +74,7 @@ ONLY = {
     "ref.strategy": (("megatron",), "Megatron is the only engine", "leave it out"),
     "ref.router_replay.mode": (("disabled",), f"router replay {_NOT_HERE}", "leave it out"),
     "engine.forward_only": (_UNSET, "the actor is trained", "leave it out"),
-    "rollout.mode": (("async", "sync"), "samplers always work asynchronously", "leave it out"),
+    "rollout.mode": (("async", "sync"), "a sampler is an actor that is handed whole batches, and never waited for in between", "leave it out"),
     "rollout.do_sample": ((True,), "training rollouts are sampled", "leave it out; for greedy validation rollout.val_temperature=0"),
     "rollout.ignore_eos": (_UNSET, "a response ends at its end-of-turn token", "leave it out"),
     "rollout.prompt_length": ((), "it follows data.max_prompt_length", "set data.max_prompt_length"),
@@ -107,8 +109,8 @@ ONLY = {
     "data.validation_shuffle": (_UNSET, "validation prompts keep their order", "leave it out"),
     "critic.enable": (_UNSET, "GRPO has no critic", "leave it out"),
     "reward_model.enable": (_UNSET, f"a reward model {_NOT_HERE}", "give a scoring function: reward.function=FILE.py:FUNCTION"),
-    "reward_model.reward_manager": (("naive", "dapo", "prime"), f"it {_NOT_HERE}", "give a scoring function: reward.function"),
-    "reward_manager.name": (("naive", "dapo", "prime"), f"it {_NOT_HERE}", "give a scoring function: reward.function"),
+    "reward_model.reward_manager": _MANAGER,
+    "reward_manager.name": _MANAGER,
     "reward_model.sandbox_fusion.url": (_UNSET, f"a sandbox for code {_NOT_HERE}", "call it from reward.function"),
     "reward.compute_score_kwargs": (_UNSET, "scorers have no options", "for flexible GSM8K scoring: reward.name=gsm8k_flexible"),
     "reward.compute_score_kwargs.*": ((), "scorers have no options", "for flexible GSM8K scoring: reward.name=gsm8k_flexible"),
@@ -214,6 +216,8 @@ FOREIGN = {
     "micro_batch_size": "actor.ppo_micro_batch_size_per_gpu",
     "micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
     "num_generations": "rollout.n",
+    "beta": "actor.kl_loss_coef",
+    "tis_imp_ratio_cap": "algorithm.rollout_correction_threshold",
     "n_samples_per_prompt": "rollout.n",
     "num_generations_per_prompt": "rollout.n",
     "num_prompts_per_step": "data.train_batch_size",
