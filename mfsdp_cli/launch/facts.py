@@ -171,6 +171,8 @@ def _read_footer_with_pyarrow(path: str) -> ParquetFacts:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = {f.name: str(f.type) for f in file.schema_arrow}
+            if file.metadata.num_rows < 0:
+                raise ValueError(f"it tells of {file.metadata.num_rows} rows")
             return ParquetFacts(path, file.metadata.num_rows, columns, nulls=_null_counts(file.metadata))
     except (pyarrow.ArrowException, ValueError, OSError) as e:
         return ParquetFacts(path, 0, {}, f"not readable as parquet: {str(e).splitlines()[0]}")

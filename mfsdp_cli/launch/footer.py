@@ -32,10 +32,10 @@ def read_plain(path: str) -> tuple[int, dict[str, str], dict[str, int]]:
         if b"ARROW:schema" in keys and not _is_plain_arrow(base64.b64decode(keys[b"ARROW:schema"])):
             raise NotPlain
         elements = iter(metadata[2])
-        columns = dict(_fields(elements, next(elements)[5]))
-        if len(columns) != metadata[2][0][5]:
-            raise NotPlain  # a name that stands twice
-        return metadata[3], columns, _nulls(metadata.get(4, []))
+        rows, columns = metadata[3], dict(_fields(elements, next(elements)[5]))
+        if len(columns) != metadata[2][0][5] or type(rows) is not int or rows < 0:
+            raise NotPlain  # a name that stands twice, a damaged number
+        return rows, columns, _nulls(metadata.get(4, []))
     except (LookupError, ValueError, TypeError, AttributeError, StopIteration, RuntimeError, struct.error) as error:
         raise NotPlain from error
 
@@ -110,13 +110,13 @@ class _Thrift:
 
     def number(self) -> int:
         """An unsigned varint."""
-        value = shift = 0
-        while True:
+        value = 0
+        for shift in range(0, 70, 7):  # 64 bits
             byte = self.byte()
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
-            shift += 7
+        raise NotPlain
 
     def signed(self) -> int:
         value = self.number()

@@ -53,7 +53,7 @@ SHARED = {
     "trainer.logger": ["[console]", "[tensorboard]", "[]"],
 }
 SFT = SHARED | {
-    "trainer.n_gpus_per_node": ["1", "2", "2", "3", "4", "4"],
+    "trainer.n_gpus_per_node": ["1", "2", "3", "4", "4"],
     "engine.tensor_model_parallel_size": ["1", "2", "4"],
     "engine.expert_model_parallel_size": ["1", "2", "4"],
     "engine.sequence_parallel": ["True", "False"],
@@ -116,6 +116,7 @@ GRPO = SHARED | {
 USUAL = {"sft": {"engine.device": "cpu", "data.train_batch_size": "4", "trainer.total_training_steps": str(STEPS)},
          "grpo": {"engine.device": "cpu", "data.train_batch_size": "4", "actor.ppo_mini_batch_size": "2", "data.max_prompt_length": "64", "data.max_response_length": "8",
                   "rollout.name": "hf", "rollout.n": "4", "reward.name": "gsm8k", "trainer.total_training_steps": str(STEPS)}}
+ALWAYS = ("trainer.n_gpus_per_node", "engine.tensor_model_parallel_size", "engine.expert_model_parallel_size")
 SPACES, SHARE = {"sft": SFT, "grpo": GRPO}, {"sft": 0.35, "grpo": 0.2}
 
 
@@ -135,7 +136,7 @@ def accepted(kind: str, seed: int, tiny, data, run_dir):
     chance = random.Random(f"{kind} {seed}")
     for _ in range(MOST_DRAWS):
         family = chance.choice([*FAMILIES] + ["qwen3_moe"] * (kind == "sft"))
-        drawn = {key: chance.choice(values) for key, values in SPACES[kind].items() if chance.random() < SHARE[kind]}
+        drawn = {key: chance.choice(values) for key, values in SPACES[kind].items() if key in ALWAYS or chance.random() < SHARE[kind]}
         if "rollout.one_step_ahead" in drawn:
             drawn["algorithm.mismatch_alarm"] = "0"  # weights of one step ago differ by more at these learning rates, and that is told
         if chance.random() < 0.4:

@@ -126,3 +126,21 @@ def test_rows_nested_without_end(tmp_path):
     for name in ("rows.json", "rows.jsonl"):
         file = fuzz.write(tmp_path / name, b"[" * 100_000)
         told(["prep-data", "messages", "-i", file, "-o", tmp_path / "out"], BAD_INPUT, "is not JSON")
+
+
+def test_a_negative_number_of_rows(tmp_path):
+    call = run(tmp_path)
+    file = tmp_path / "chats.parquet"
+    data = file.read_bytes()
+    at = data.rindex(b"\x16\x20\x19")  # num_rows = 16, a zigzag varint, and the list of row groups behind it
+    file.write_bytes(data[:at] + b"\x16\x1f\x19" + data[at + 3:])
+    told(call, BAD_INPUT, "not readable as parquet: it tells of -16 rows")
+
+
+def test_a_number_that_fills_the_footer(tmp_path):
+    call = run(tmp_path)
+    footer = b"\x15" + b"\xff" * 130_000
+    (tmp_path / "chats.parquet").write_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    start = time.process_time()
+    told(call, BAD_INPUT, "not readable as parquet")
+    assert time.process_time() - start < 1
