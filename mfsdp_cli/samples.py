@@ -10,8 +10,10 @@ from pathlib import Path
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 from mfsdp_cli.output import use_color
 
-COLUMNS = ("step", "row", "group", "index", "prompt", "response", "reward", "status", "parsed", "ground_truth", "advantage", "num_tokens",
-           "is_truncated")
+COLUMNS = {  # with pyarrow's names of their types; only `parsed` may be null
+    "step": "int64", "row": "int64", "group": "int64", "index": "int64", "prompt": "string", "response": "string", "reward": "double",
+    "status": "string", "parsed": "string", "ground_truth": "string", "advantage": "double", "num_tokens": "int64", "is_truncated": "bool",
+}
 SHOWN = {"best": "best", "worst": "worst", "unparseable": "no readable answer"}
 LONGEST_SHOWN = 600  # characters of a prompt or response
 GAP = " […] "
@@ -39,15 +41,24 @@ def _rows(path: Path) -> list[dict]:
     import pyarrow
     import pyarrow.parquet
 
+    fix = "only files that mfsdp grpo wrote can be shown"
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, ValueError, OSError) as e:
         why = f"not readable as parquet: {str(e).splitlines()[0]}"
         raise MfsdpError(Problem(str(path), "", why, "name another --step", code=BAD_INPUT)) from e
     if missing := [name for name in COLUMNS if name not in table.column_names]:
-        fix = "only files that mfsdp grpo wrote can be shown"
         raise MfsdpError(Problem(str(path), "", f"columns are missing: {', '.join(missing)}", fix, code=BAD_INPUT))
-    return table.select(list(COLUMNS)).to_pylist()
+    schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in COLUMNS.items()])
+    try:
+        table = table.select(list(COLUMNS)).cast(schema)
+        rows = table.to_pylist()
+    except (pyarrow.ArrowException, ValueError) as e:
+        why = f"a column has another type than is written: {str(e).splitlines()[0]}"
+        raise MfsdpError(Problem(str(path), "", why, fix, code=BAD_INPUT)) from e
+    if empty := [name for name in COLUMNS if name != "parsed" and table[name].null_count]:
+        raise MfsdpError(Problem(str(path), "", f"columns have nulls: {', '.join(empty)}", fix, code=BAD_INPUT))
+    return rows
 
 
 def choose(rows: list[dict], best: int, worst: int, unparseable: int) -> dict[str, list[dict]]:

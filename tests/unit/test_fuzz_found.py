@@ -144,3 +144,16 @@ def test_a_number_that_fills_the_footer(tmp_path):
     start = time.process_time()
     told(call, BAD_INPUT, "not readable as parquet")
     assert time.process_time() - start < 1
+
+
+def test_samples_with_nulls_or_other_types(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = {"step": 1, "row": 0, "group": 0, "index": 0, "prompt": "1?", "response": "1", "reward": 1.0, "status": "right", "parsed": None,
+           "ground_truth": "1", "advantage": 0.0, "num_tokens": 1, "is_truncated": False}
+    (tmp_path / "samples").mkdir()
+    for change, code, why in (({}, OK, "right"), ({"prompt": None}, BAD_INPUT, "columns have nulls: prompt"),
+                              ({"reward": "much"}, BAD_INPUT, "another type than is written")):
+        pq.write_table(pa.Table.from_pylist([row | change]), tmp_path / "samples" / "step_000001.parquet")
+        told(["samples", tmp_path], code, why)
