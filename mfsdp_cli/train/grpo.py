@@ -75,7 +75,6 @@ def loop(run: Run, log, meter) -> None:
                   "update_tokens_per_s": trained["num_tokens"] / max(update_s, 1e-9), **meter.add(step, trained["num_tokens"], step_s)}
         log.log(record)
         process.say(grpo_line(record))
-        write_samples(run.run_dir, step, answers, trainer.samples_per_step)
         run.alarm(record, step)
 
         stopped = process.stop_asked()
@@ -193,6 +192,7 @@ class Run:
         ref = self.log_probs(shared, reference=True) if in_reward or actor.use_kl_loss else None
         kl_in_reward = subtract_kl(answers, old, ref, settings) if in_reward else {}
         set_advantages(answers, settings)
+        write_samples(self.run_dir, step, answers, settings.trainer.samples_per_step)  # first: should an update fail, this is what it failed on
         batch = self.cluster.put(experience(answers, samples, old, ref, settings))
         parts, norms = [], []
         lr = learning_rate(settings.optim, step, self.total_steps)
@@ -288,7 +288,7 @@ def grpo_line(record: dict) -> str:
 
     return (f"step {record['step']}/{record['total_steps']} reward {record['reward']:.3f} pass {record['pass_rate']:.3f} loss {record['loss']:.4f} "
             f"kl {record.get('kl', 0.0):.4f} entropy {record['entropy']:.3f} len {record['response_length']:.0f} trunc {record['truncated_share']:.2f} "
-            f"mismatch {record['mismatch/abs']:.1e} grad_norm {record['grad_norm']:.2f} tok/s {count_words(record['tokens_per_s'])} "
+            f"clip {record['clip_low_share'] + record['clip_high_share']:.3f} mismatch {record['mismatch/abs']:.1e} grad_norm {record['grad_norm']:.2f} tok/s {count_words(record['tokens_per_s'])} "
             f"rollout {record['rollout_s']:.1f}s update {record['update_s']:.1f}s eta {duration_words(record['eta_s'])}")
 
 

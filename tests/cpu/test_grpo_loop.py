@@ -117,3 +117,21 @@ def test_validation_only_takes_no_step(tiny, prompts, tmp_path):
     assert record["step"] == 0 and "loss" not in record and 0 <= record["val_reward"] <= 1
     assert not (tmp_path / "checkpoints").exists()
     assert (tmp_path / "samples" / "val_step_000000.parquet").exists()
+
+
+class NotANumber(Direct):
+    """The update of step 2 finds a gradient that is not a number."""
+
+    def on_ranks(self, method, *args, **more):
+        if method == "update" and self.sampler.version == 2:
+            args[0][0] = replace(args[0][0], advantage=float("nan"))
+        return super().on_ranks(method, *args, **more)
+
+
+def test_a_gradient_that_is_not_a_number_ends_the_run_and_leaves_its_samples(tiny, prompts, tmp_path):
+    import pyarrow.parquet as pq
+
+    with pytest.raises(RuntimeError, match="gradient norm is nan"):
+        run_loop(settings_for(tiny, prompts, tmp_path, trainer__save_freq=1), tmp_path, by_letters, NotANumber)
+    assert [p.name for p in sorted((tmp_path / "checkpoints").glob("step_*"))] == ["step_000001"]
+    assert pq.read_table(tmp_path / "samples" / "step_000002.parquet").num_rows == 16  # what it was about to learn from
