@@ -178,7 +178,7 @@ exit "${ENDS:-0}"
 RAY = '''
 echo "ray $* mode=$RAY_AUTH_MODE token=${#RAY_AUTH_TOKEN}" >>"$CALLS"
 case $1 in
-  start) trap 'echo "ray ended" >>"$CALLS"; exit 0' TERM; touch "$CALLS.joined.$RANDOM$RANDOM"; while :; do sleep 0.1; done ;;
+  start) trap 'echo "ray ended" >>"$CALLS"; exit 0' TERM; [[ -n ${NEVER_JOINS:-} ]] || touch "$CALLS.joined.$RANDOM$RANDOM"; while :; do sleep 0.1; done ;;
   status) for node in "$CALLS".joined.*; do [[ -e $node ]] && echo " 1 node_abc"; done; true ;;
 esac
 '''
@@ -251,7 +251,7 @@ def test_slurm_makes_a_ray_cluster_for_the_job_and_ends_it(slurm):
 
 
 def test_slurm_does_not_wait_for_ever_for_nodes(slurm):
-    job = slurm("slurm-grpo.sh", "--config", "a.yaml", SLURM_JOB_NODELIST="n1,n2,n3,n4", SLURM_NNODES="4", MFSDP_RAY_LIMIT_S="0")
+    job = slurm("slurm-grpo.sh", "--config", "a.yaml", SLURM_JOB_NODELIST="n1,n2,n3,n4", SLURM_NNODES="4", MFSDP_RAY_LIMIT_S="0", NEVER_JOINS="1")
     _, err = job.communicate(timeout=60)
     assert job.returncode == 4 and "nodes have joined Ray" in err and slurm.calls("mfsdp") == []
 
