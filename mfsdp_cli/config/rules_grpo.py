@@ -180,13 +180,21 @@ def temperature(s, f) -> Iterator[Problem]:
 @rule("whole-distribution", "training rollouts are sampled from the whole distribution", "verl issue 6240; vLLM RFC 42259", level="warning",
       kinds=GRPO, training=True, fix="rollout.top_p=1 and rollout.top_k=-1")
 def whole_distribution(s, f) -> Iterator[Problem]:
-    """With top-p or top-k the sampler renormalises over the candidates that are left; the trainer's probabilities are over all."""
-    r = s.rollout
+    """With top-p or top-k the sampler renormalises over the candidates that are left; the trainer's probabilities are over all. A token
+    that the sampler gives p / kept, where the trainer gives p, differs by -ln(kept), and top_p is the least that is kept."""
+    r, alarm = s.rollout, s.algorithm.mismatch_alarm
     told = "the sampler draws from a cut-off distribution, and the trainer weighs the whole one: their mismatch is part of every step"
     if 0 < r.top_p < 1:
-        yield Problem("rollout.top_p", as_text(r.top_p), told, "rollout.top_p=1", level="warning")
+        nats = -math.log(r.top_p)
+        near = (f", by up to -ln({as_text(r.top_p)}) = {nats:.3f} nats a token, where algorithm.mismatch_alarm = {as_text(alarm)} "
+                "stops the run")
+        fix = f"rollout.top_p=1, or algorithm.mismatch_alarm={math.ceil((nats + 0.1) * 100) / 100:g}"
+        reaches = 0 < alarm <= nats
+        yield Problem("rollout.top_p", as_text(r.top_p), told + near * reaches, fix if reaches else "rollout.top_p=1", level="warning")
     if r.top_k > 0:
-        yield Problem("rollout.top_k", str(r.top_k), told, "rollout.top_k=-1", level="warning")
+        near = f", and may set off algorithm.mismatch_alarm = {as_text(alarm)}" if alarm else ""
+        fix = "rollout.top_k=-1" + (", or algorithm.mismatch_alarm=0" if alarm else "")
+        yield Problem("rollout.top_k", str(r.top_k), told + near, fix, level="warning")
 
 
 @rule("one-step-ahead-corrected", "responses of an earlier policy are corrected for", "verl PRs 2953, 3694; TRL PR 3867", level="warning",

@@ -90,7 +90,7 @@ def make_sampler(settings: RolloutSettings, model_dir: str | Path, shapes: dict[
 
 def response_seed(seed: int, step: int, prompt_row: int, index: int) -> int:
     """63 bits; the same on every machine and in every version of Python and numpy."""
-    digest = hashlib.blake2b(struct.pack("<4q", seed, step, prompt_row, index), digest_size=8).digest()
+    digest = hashlib.blake2b(struct.pack("<4q", seed % 2**63, step, prompt_row, index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

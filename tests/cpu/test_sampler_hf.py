@@ -113,6 +113,7 @@ def test_a_response_depends_on_its_prompt_and_seed_alone(tiny, sampler):
 
 def test_seeds_are_stable_and_differ():
     assert response_seed(42, 1, 2, 3) == 1724463284092272408  # pinned: a resumed run draws what the first would have drawn
+    assert response_seed(2**63, 1, 2, 3) == response_seed(0, 1, 2, 3)  # validation adds 1 to the seed, which may be the greatest
     seeds = {response_seed(s, step, row, i) for s in range(3) for step in range(3) for row in range(20) for i in range(8)}
     assert len(seeds) == 3 * 3 * 20 * 8 and all(0 <= seed < 2**63 for seed in seeds)
 

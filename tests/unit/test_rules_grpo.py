@@ -151,6 +151,11 @@ def test_training_rollouts_are_sampled_from_the_whole_distribution():
     assert only(rollout__top_k=0).fix == "rollout.top_k=-1 takes all"
     assert only(rollout__top_p=0.0).key == "rollout.top_p" and only(rollout__val_top_p=0.0).key == "rollout.val_top_p"
     assert "mismatch" in only(level="warning", rollout__top_p=0.99).why
+    # -ln(0.99) = 0.010 is below the alarm of 0.1, -ln(0.9) = 0.105 is not: a flat distribution would set it off in step 1
+    assert only(level="warning", rollout__top_p=0.99).fix == "rollout.top_p=1"
+    flat = only(level="warning", rollout__top_p=0.9)
+    assert "-ln(0.9) = 0.105 nats a token" in flat.why and flat.fix == "rollout.top_p=1, or algorithm.mismatch_alarm=0.21"
+    assert only(level="warning", rollout__top_p=0.9, algorithm__mismatch_alarm=0.0).fix == "rollout.top_p=1"
     assert only(level="warning", rollout__top_k=1).key == "rollout.top_k"
     assert passes(rollout__temperature=0.0, rollout__top_p=0.5, rollout__top_k=5, trainer__val_only=True)
 
