@@ -27,8 +27,10 @@ SHARED = {
     "engine.dtype": ["float32", "bfloat16"],
     "engine.recompute": ["full"],
     "engine.transformer_impl": ["local"],
-    "engine.override_transformer_config": ["{attention_softmax_in_fp32: true}", "{masked_softmax_fusion: false}", "{moe_aux_loss_coeff: 0.01}",
-                                           "{moe_token_dispatcher_type: allgather}", "{bias_activation_fusion: false}", "{apply_rope_fusion: false}",
+    "engine.override_transformer_config": ["{attention_softmax_in_fp32: true}", "{masked_softmax_fusion: false}",
+                                           "{moe_aux_loss_coeff: 0.01}",
+                                           "{moe_token_dispatcher_type: allgather}", "{bias_activation_fusion: false}",
+                                           "{apply_rope_fusion: false}",
                                            "{moe_router_dtype: fp32}", "{deterministic_mode: true}", "{cross_entropy_loss_fusion: true}"],
     "data.shuffle": ["False"],
     "data.train_max_samples": ["12", "5", "1"],
@@ -114,7 +116,8 @@ GRPO = SHARED | {
     "trainer.samples_per_step": ["0", "-1", "3"],
 }
 USUAL = {"sft": {"engine.device": "cpu", "data.train_batch_size": "4", "trainer.total_training_steps": str(STEPS)},
-         "grpo": {"engine.device": "cpu", "data.train_batch_size": "4", "actor.ppo_mini_batch_size": "2", "data.max_prompt_length": "64", "data.max_response_length": "8",
+         "grpo": {"engine.device": "cpu", "data.train_batch_size": "4", "actor.ppo_mini_batch_size": "2", "data.max_prompt_length": "64",
+                  "data.max_response_length": "8",
                   "rollout.name": "hf", "rollout.n": "4", "reward.name": "gsm8k", "trainer.total_training_steps": str(STEPS)}}
 ALWAYS = ("trainer.n_gpus_per_node", "engine.tensor_model_parallel_size", "engine.expert_model_parallel_size")
 SPACES, SHARE = {"sft": SFT, "grpo": GRPO}, {"sft": 0.35, "grpo": 0.2}

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections import Counter
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -142,13 +143,18 @@ class Harvest:
 # ---------------------------------------------------------------- values and keys
 
 ODD_TEXT = st.sampled_from([
-    "", " ", "null", "~", "None", "true", "False", "nan", "inf", "-inf", "1e308", "1e999", "-1", "0", "1_000", "0x10", "९", "١٢", "ß", "İ", "\ufeff",
-    "a\tb", "a\nb", "\u2028", "\udcff", "é" * 300, "x" * 5000, "9" * 5000, "-" + "9" * 30, "1e-400", "${x.y}", "[1, 2", "{a: [b", "[]", "{}", "'", '"',
-    "!!python/object/apply:os.system [ls]", "&a [*a]", "*a", "- - -", "? x", "a: b: c", "%", "%s", "../..", "/", "/dev/null", "/dev/zero/x", "~", "~x",
-    "a:b", "x" * 300 + "/y", "1h30m", "99999999999d", "80GiB", "[[[[[[1]]]]]]", "[null]", "[true, 1, x]", "0.1", "1.", ".5", "+1", "1e5", "NaN",
+    "", " ", "null", "~", "None", "true", "False", "nan", "inf", "-inf", "1e308", "1e999", "-1", "0", "1_000", "0x10", "९", "١٢", "ß", "İ",
+    "\ufeff",
+    "a\tb", "a\nb", "\u2028", "\udcff", "é" * 300, "x" * 5000, "9" * 5000, "-" + "9" * 30, "1e-400", "${x.y}", "[1, 2", "{a: [b", "[]",
+    "{}", "'", '"',
+    "!!python/object/apply:os.system [ls]", "&a [*a]", "*a", "- - -", "? x", "a: b: c", "%", "%s", "../..", "/", "/dev/null",
+    "/dev/zero/x", "~", "~x",
+    "a:b", "x" * 300 + "/y", "1h30m", "99999999999d", "80GiB", "[[[[[[1]]]]]]", "[null]", "[true, 1, x]", "0.1", "1.", ".5", "+1", "1e5",
+    "NaN",
 ])
 TEXT = st.one_of(ODD_TEXT, st.text(max_size=20))
-INTEGERS = st.one_of(st.sampled_from([0, 1, 2, 3, 7, 8, 64, 1000, 2**31 - 1, 2**31, 2**63, 10**9, 10**20, 10**400, -1, -2, -10**9]), st.integers(-3, 70))
+INTEGERS = st.one_of(st.sampled_from([0, 1, 2, 3, 7, 8, 64, 1000, 2**31 - 1, 2**31, 2**63, 10**9, 10**20, 10**400, -1, -2, -10**9]),
+                     st.integers(-3, 70))
 FLOATS = st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([0.0, 0.5, 1.0, 1e308, 5e-324, -1.0, 1e16]))
 
 
@@ -159,14 +165,16 @@ def legal(leaf) -> st.SearchStrategy[str]:
     elif "int" in leaf.type:
         low = 0 if leaf.low is None else int(leaf.low)
         high = low + 64 if leaf.high is None else int(leaf.high)
-        one = st.one_of(st.integers(low, min(high, low + 16)), st.just(high), st.integers(low, low + 10**7).filter(lambda n: n <= high)).map(str)
+        one = st.one_of(st.integers(low, min(high, low + 16)), st.just(high),
+                        st.integers(low, low + 10**7).filter(lambda n: n <= high)).map(str)
     elif "float" in leaf.type:
         low, high = 0.0 if leaf.low is None else leaf.low, 1e6 if leaf.high is None else leaf.high
         one = st.one_of(st.just(low), st.just(high), st.floats(low, high)).map(repr)
     elif leaf.kind == "bool":
         one = st.sampled_from(["True", "False", "true"])
     elif leaf.kind == "dict":
-        return st.one_of(st.just("{}"), st.tuples(st.sampled_from(["a", "fp8", "num_layers", "moe_aux_loss_coeff", "attention_backend"]), TEXT)
+        return st.one_of(st.just("{}"), st.tuples(st.sampled_from(["a", "fp8", "num_layers", "moe_aux_loss_coeff", "attention_backend"]),
+                                                  TEXT)
                          .map(lambda pair: json.dumps(dict([pair]))))
     else:
         one = TEXT
@@ -177,12 +185,9 @@ def legal(leaf) -> st.SearchStrategy[str]:
 
 def edge(leaf) -> st.SearchStrategy[str]:
     """Just outside, far outside, of another type."""
-    bounds = [str(type(b)(b + step)) for b in (leaf.low, leaf.high) if b is not None for step in (-1, 1)] + [str(b) for b in (leaf.low, leaf.high)]
-    return st.one_of(st.sampled_from(bounds), INTEGERS.map(_digits), FLOATS.map(repr), TEXT)
-
-
-def _digits(number: int) -> str:
-    return str(number)
+    bounds = [str(type(b)(b + step)) for b in (leaf.low, leaf.high) if b is not None for step in (-1, 1)] + [str(b) for b in (leaf.low,
+                                                                                                                              leaf.high)]
+    return st.one_of(st.sampled_from(bounds), INTEGERS.map(str), FLOATS.map(repr), TEXT)
 
 
 def value_for(leaf) -> st.SearchStrategy[str]:
@@ -203,7 +208,8 @@ def pairs(kind: str) -> st.SearchStrategy[tuple[str, str]]:
     renamed = st.sampled_from(list(table.renamed)).flatmap(
         lambda alias: st.tuples(st.just(alias), value_for(known[table.renamed[alias]]) if table.renamed[alias] in known else TEXT))
     inside = st.tuples(st.sampled_from(["engine.override_transformer_config", "checkpoint.mbridge_config"]),
-                       st.sampled_from(["fp8", "a", "", "a.b", "attention_dropout", "moe_router_dtype", "distributed_filesystem", "0"]), TEXT).map(
+                       st.sampled_from(["fp8", "a", "", "a.b", "attention_dropout", "moe_router_dtype", "distributed_filesystem", "0"]),
+                       TEXT).map(
         lambda t: (f"{t[0]}.{t[1]}", t[2]))
     wrong = st.tuples(st.one_of(st.sampled_from(list(known)).flatmap(misspelt), st.sampled_from(["model", "data", "", ".", "optim."]), TEXT,
                                 st.sampled_from(list(leaves("grpo" if kind == "sft" else "sft")))), TEXT)
@@ -228,7 +234,8 @@ def damaged(draw, data: bytes) -> bytes:
     data = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
         size = max(1, len(data))
-        at = draw(st.one_of(st.integers(0, size - 1), st.integers(1, min(size, 1200)).map(lambda back: size - back), st.integers(0, min(size - 1, 40))))
+        at = draw(st.one_of(st.integers(0, size - 1), st.integers(1, min(size, 1200)).map(lambda back: size - back),
+                            st.integers(0, min(size - 1, 40))))
         kind = draw(st.sampled_from(["flip", "flip", "flip", "cut", "insert", "repeat", "delete", "ones"]))
         if kind == "flip" and data:
             data[at] ^= draw(st.integers(1, 255))
@@ -246,8 +253,10 @@ def damaged(draw, data: bytes) -> bytes:
 
 
 JSON_VALUES = st.one_of(
-    st.sampled_from(["null", "true", "false", "0", "1", "-1", "2", "3", "1e308", "-1e308", "1e999", "NaN", "Infinity", "-Infinity", "9" * 400, "9" * 5000, "0.5", "2.0", '""', '"8"',
-                     "[]", "{}", "[null]", '["x"]', "[[]]", "[" * 200 + "]" * 200, '{"a":' * 150 + "1" + "}" * 150, "[" * 100_000, '"\\ud800"', '"\\u0000"', "4294967296"]),
+    st.sampled_from(["null", "true", "false", "0", "1", "-1", "2", "3", "1e308", "-1e308", "1e999", "NaN", "Infinity", "-Infinity",
+                     "9" * 400, "9" * 5000, "0.5", "2.0", '""', '"8"',
+                     "[]", "{}", "[null]", '["x"]', "[[]]", "[" * 200 + "]" * 200, '{"a":' * 150 + "1" + "}" * 150, "[" * 100_000,
+                     '"\\ud800"', '"\\u0000"', "4294967296"]),
     st.integers(-5, 10**7).map(str), st.text(max_size=8).map(json.dumps), st.floats(allow_nan=False, allow_infinity=False).map(repr),
 )
 
@@ -256,11 +265,7 @@ JSON_VALUES = st.one_of(
 def json_text(draw, tree, most: int = 3) -> bytes:
     """The JSON of a tree in which up to `most` values, at any depth, are other values, gone, or have new names."""
     marks: dict[str, str] = {}
-
-    def rewritten(value):
-        return {k: rewritten(v) for k, v in value.items()} if isinstance(value, dict) else [rewritten(v) for v in value] if isinstance(value, list) else value
-
-    tree = rewritten(tree)
+    tree = deepcopy(tree)
     for _ in range(draw(st.integers(1, most))):
         places = list(_places(tree))
         if not places:
@@ -290,21 +295,29 @@ def _places(tree):
 
 def json_bytes(tree) -> st.SearchStrategy[bytes]:
     plain = json.dumps(tree).encode()
-    return st.one_of(json_text(tree), json_text(tree), damaged(plain), st.sampled_from([b"", b"null", b"[]", b"\xef\xbb\xbf{}", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000, b"1" * 6000]))
+    return st.one_of(json_text(tree), json_text(tree), damaged(plain),
+                     st.sampled_from([b"", b"null", b"[]", b"\xef\xbb\xbf{}", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000, b"1" * 6000]))
 
 
 # ---------------------------------------------------------------- YAML
 
 YAML_PIECES = st.sampled_from([
     "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n",
-    "\n".join([f"l0: &l0 [x, x, x, x, x, x, x, x, x]", *(f"l{i}: &l{i} [" + ", ".join([f"*l{i - 1}"] * 9) + "]" for i in range(1, 10))]) + "\ndata:\n  train_files: *l9\n",
-    "engine:\n  override_transformer_config: &m {a: 1, b: *m}\n", "data: &d\n  train_files: *d\n", "model: *nothing\n", "<<: {optim: {lr: 1}}\n",
+    "\n".join(["l0: &l0 [x, x, x, x, x, x, x, x, x]",
+               *(f"l{i}: &l{i} [" + ", ".join([f"*l{i - 1}"] * 9) + "]" for i in range(1, 10))]) + "\ndata:\n  train_files: *l9\n",
+    "engine:\n  override_transformer_config: &m {a: 1, b: *m}\n", "data: &d\n  train_files: *d\n", "model: *nothing\n",
+    "<<: {optim: {lr: 1}}\n",
     "engine:\n  override_transformer_config:\n" + "\n".join("    " + "  " * i + f"k{i}:" for i in range(100)) + " 1\n",
-    "model: !!python/object/apply:os.system [ls]\n", "optim:\n  lr: !!float 1\n", "data:\n\ttrain_files: x\n", "optim: {lr: 1, lr: 2}\n", "optim:\n  lr: 1\noptim:\n  lr: 2\n",
-    "--- \n...\n---\nmodel: {}\n", "? [a, b]\n: c\n", "? {a: 1}\n", "- 1\n- 2\n", "just text\n", "model: {path: " + "[" * 400 + "]" * 400 + "}\n", "[" * 20_000, "{a: " * 3000, "- " * 5000 + "x\n",
-    "\ufeffmodel: {}\n", "%YAML 9.9\n---\n", "%TAG ! tag:x,2000:\n---\nmodel: !y {}\n", "model:\n  path: |\n    a\n     b\n   c\n", "model: >-\n", "optim.lr: 1e-5\noptim: {lr: 2e-5}\n", "'': 1\n", "? \n: 1\n",
-    "data: null\nmodel:\n", "optim:\n  betas: [0.9, [0.95]]\n", "optim:\n  betas: {a: 1}\n", "trainer: {logger: [console, null, {a: b}]}\n", "null: 1\ntrue: 2\n", "1: 2\n", "x\u2028y: 1\n", "x: \x00\n", "a: \"\\uD800\"\n",
-    "checkpoint: {mbridge_config: {? [a] : b}}\n", "checkpoint: {mbridge_config: {a: {? {x: y} : b}}}\n", "engine: {override_transformer_config: {a: [{? [q] : 1}]}}\n",
+    "model: !!python/object/apply:os.system [ls]\n", "optim:\n  lr: !!float 1\n", "data:\n\ttrain_files: x\n", "optim: {lr: 1, lr: 2}\n",
+    "optim:\n  lr: 1\noptim:\n  lr: 2\n",
+    "--- \n...\n---\nmodel: {}\n", "? [a, b]\n: c\n", "? {a: 1}\n", "- 1\n- 2\n", "just text\n",
+    "model: {path: " + "[" * 400 + "]" * 400 + "}\n", "[" * 20_000, "{a: " * 3000, "- " * 5000 + "x\n",
+    "\ufeffmodel: {}\n", "%YAML 9.9\n---\n", "%TAG ! tag:x,2000:\n---\nmodel: !y {}\n", "model:\n  path: |\n    a\n     b\n   c\n",
+    "model: >-\n", "optim.lr: 1e-5\noptim: {lr: 2e-5}\n", "'': 1\n", "? \n: 1\n",
+    "data: null\nmodel:\n", "optim:\n  betas: [0.9, [0.95]]\n", "optim:\n  betas: {a: 1}\n",
+    "trainer: {logger: [console, null, {a: b}]}\n", "null: 1\ntrue: 2\n", "1: 2\n", "x\u2028y: 1\n", "x: \x00\n", "a: \"\\uD800\"\n",
+    "checkpoint: {mbridge_config: {? [a] : b}}\n", "checkpoint: {mbridge_config: {a: {? {x: y} : b}}}\n",
+    "engine: {override_transformer_config: {a: [{? [q] : 1}]}}\n",
 ])
 
 
@@ -315,7 +328,8 @@ def yaml_bytes(draw, kind: str, base: str = "") -> bytes:
         section, _, name = key.partition(".")
         style = draw(st.sampled_from(["nested", "flat", "flow", "quoted"]))
         quoted = json.dumps(value) if style == "quoted" else value
-        lines.append({"nested": f"{section}:\n  {name}: {quoted}", "flow": f"{section}: {{{name}: {quoted}}}"}.get(style, f"{key}: {quoted}"))
+        lines.append({"nested": f"{section}:\n  {name}: {quoted}",
+                      "flow": f"{section}: {{{name}: {quoted}}}"}.get(style, f"{key}: {quoted}"))
     if draw(st.booleans()):
         lines.insert(draw(st.integers(0, len(lines))), draw(YAML_PIECES))
     text = "\n".join(lines).encode("utf-8", "surrogatepass")

@@ -65,7 +65,8 @@ def test_numbers_beyond_all_use(tmp_path, setting, why):
 
 def test_the_largest_batch_is_judged_in_time(tmp_path):
     start = time.process_time()
-    told(run(tmp_path, f"data.train_batch_size={2**63 - 1}", "data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=2"), CONFIG_INVALID, "batch-divides")
+    told(run(tmp_path, f"data.train_batch_size={2**63 - 1}", "data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=2"),
+         CONFIG_INVALID, "batch-divides")
     assert time.process_time() - start < 2
 
 
@@ -103,7 +104,8 @@ def test_model_folders_inspected(tmp_path, name, data, why):
 
 @pytest.mark.parametrize("change, why", [
     ({"files": []}, "files"), ({"files": {"a": 1}}, "files"), ({"files": {"a": {"bytes": "1", "crc32": ""}}}, "lacks bytes or crc32"),
-    ({"step": "2"}, "step"), ({"contents": {}}, "contents"), ({"topology": {"tp": None}}, "topology"), ({"padded_vocab_size": -1}, "padded_vocab_size"),
+    ({"step": "2"}, "step"), ({"contents": {}}, "contents"), ({"topology": {"tp": None}}, "topology"),
+    ({"padded_vocab_size": -1}, "padded_vocab_size"),
     ({"total_steps": 10**400}, "total_steps"), ({"versions": 1, "created": None}, "versions, created"),
 ], ids=str)
 def test_manifests(tmp_path, change, why):
