@@ -27,7 +27,8 @@ from mfsdp_cli.config.values import leaves
 from mfsdp_cli.errors import EXIT_CODES
 
 KINDS = ("sft", "grpo")
-DEADLINE_S = 10.0  # of one command in this process; most take milliseconds
+MOST_CPU_S = 10.0  # of one command in this process; most take milliseconds
+MOST_WAIT_S = 120.0  # by the clock, which runs on while other programs have the machine
 LONGEST_OUTPUT = 20_000_000
 
 COMMAND = get_command(cli.app)  # calling the app makes it anew each time, which takes longer than most commands
@@ -53,17 +54,20 @@ class Outcome:
 
 
 @contextmanager
-def _deadline(seconds: float):
+def _deadline():
     def stop(*_):
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    limits = ((signal.SIGPROF, signal.ITIMER_PROF, MOST_CPU_S), (signal.SIGALRM, signal.ITIMER_REAL, MOST_WAIT_S))
+    before = [signal.signal(number, stop) for number, _, _ in limits]
+    for _, timer, seconds in limits:
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for (number, timer, _), handler in zip(limits, before):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
 
 
 def call(args: list[str], environ: dict[str, str] | None = None) -> Outcome:
@@ -77,7 +81,7 @@ def call(args: list[str], environ: dict[str, str] | None = None) -> Outcome:
     os.environ.update(environ or {})
     os.environ["MFSDP_DEBUG"] = "1"
     try:
-        with _deadline(DEADLINE_S):
+        with _deadline():
             cli.main()
     except SystemExit as end:
         code = end.code

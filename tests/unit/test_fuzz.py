@@ -45,7 +45,7 @@ def fuzzed(share: float, **strategies):
             (seed(int(SEED))(wrapped) if SEED is not None else wrapped)()
             if WANTED:
                 with capsys.disabled():
-                    print(f"\n{test.__name__}: {sum(harvest.codes.values())} examples, exit codes {dict(harvest.codes)}")
+                    print(f"\n{test.__name__}: {sum(harvest.codes.values())} examples, exit codes {dict(harvest.codes)}", *harvest.faults)
             assert not harvest.faults, "\n\n".join(f"== {fault}\n{story}" for fault, story in harvest.faults.items())
         test.__name__ = body.__name__
         return test
