@@ -269,9 +269,9 @@ def suggestions(key: str, kind: str) -> list[str]:
     """Keys that an unknown one may mean, best first: by the whole path, by its last segment, by TRL's and Megatron's names."""
     foreign, renamed = aliases.TABLES[kind].foreign, aliases.TABLES[kind].renamed
     last = key.rpartition(".")[2]
-    if last in foreign:
-        return [foreign[last]]
     ours = list(leaves(kind))
+    if last in foreign:  # TRL's beta is another thing than optim.betas with a letter missing
+        return list(dict.fromkeys([*difflib.get_close_matches(key, ours, n=1, cutoff=0.9), foreign[last]]))
     paths = difflib.get_close_matches(key, ours + list(renamed), n=2, cutoff=0.75)
     names: dict[str, list[str]] = {}
     for known in ours:
