@@ -64,14 +64,14 @@ def _run(settings: GrpoSettings, run_dir: Path, make_cluster, score):
         loop(run, log, EtaMeter(run.total_steps))
 
 
-def run_loop(settings: GrpoSettings, run_dir: Path, score, make_cluster=Direct) -> list[dict]:
+def run_loop(settings: GrpoSettings, run_dir: Path, score, make_cluster=Direct, timeout_s: float = 180) -> list[dict]:
     """Records of metrics.jsonl. Raises RuntimeError with the failure's traceback.
 
     score  (data_source, solution, ground_truth, extra_info) -> RewardResult, called in the process itself
     """
     from mfsdp_cli.train.metrics import read_metrics
 
-    run_ranks(1, _run, settings, run_dir, make_cluster, score)
+    run_ranks(1, _run, settings, run_dir, make_cluster, score, timeout_s=timeout_s)
     return list(read_metrics(run_dir))
 
 

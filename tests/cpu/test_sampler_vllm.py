@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
+from direct import Direct, by_letters, run_loop, settings_for, steps
 from sampling import TOLERANCE, file_weights, hf_model, log_probs_alone, plain, prompts_of, sampler_of, seeds_of
 
 from mfsdp_cli.config.schema_grpo import RolloutSettings
@@ -200,3 +201,32 @@ def test_asleep_it_answers_nothing_instead_of_waiting_for_ever(engine):
         engine.generate(prompts, plain(), seeds_of(12))
     engine.wake()
     assert tokens(engine.generate(prompts, plain(), seeds_of(12))) == tokens(before)
+
+
+# ---------------------------------------------------------------- a whole run
+
+
+def start_without_weights(settings, max_model_len: int, model_dir: str, shapes: dict) -> None:
+    global SAMPLER
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    SAMPLER = make_sampler(settings, model_dir, shapes, "float32", "cpu", max_model_len)
+
+
+class WithVllm(Direct):
+    """The loop of `mfsdp grpo` with a real trainer rank and, in a process of its own, a real vLLM."""
+
+    def start_samplers(self, *args):
+        data = self.settings.data
+        self.sampler = Engine.__new__(Engine)
+        self.sampler.pool = ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), initializer=start_without_weights,
+            initargs=(self.settings.rollout, data.max_prompt_length + data.max_response_length, *args))
+
+
+def test_the_trainer_agrees_with_vllm_before_and_after_every_update(tiny, prompts, tmp_path):
+    settings = settings_for(tiny, prompts, tmp_path, rollout__name="vllm", model__path=str(tiny("qwen2", **SIZES)), optim__lr=1e-2)
+    records = steps(run_loop(settings, tmp_path, by_letters, WithVllm, timeout_s=400))
+    print([r["mismatch/abs_max"] for r in records])
+    assert [r["weight_version"] for r in records] == [1, 2, 3] and all(r["grad_norm"] > 0 for r in records)
+    assert all(r["mismatch/abs_max"] < TOLERANCE for r in records)
