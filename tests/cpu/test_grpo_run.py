@@ -138,7 +138,7 @@ def test_a_wait_ends_and_says_what_it_waited_for():
 
     from mfsdp_cli.train.ray_group import wait
 
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
         never = ray.remote(num_cpus=2)(lambda: None).remote()  # the cluster has one CPU
         with pytest.raises(MfsdpError, match="waiting = the impossible: 1 of 2 not there after 2 s"):
