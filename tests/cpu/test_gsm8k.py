@@ -53,7 +53,7 @@ def test_gsm8k_from_raw_rows_to_a_verified_model(tiny, tmp_path):
     run_dir = tmp_path / "run"
     code, out, err = mfsdp("sft", "--preset", "sft-tiny-cpu", "--model", tiny("qwen2"), "--train-files", train, "--val-files", test,
                            "--output", run_dir, f"data.val_max_samples={HELD_OUT}", "data.train_batch_size=8", "trainer.test_freq=-1",
-                           "trainer.save_freq=-1")
+                           "trainer.save_freq=-1", "trainer.total_training_steps=50", "optim.lr=1e-3", "optim.min_lr=1e-4", "optim.lr_warmup_steps_ratio=0.1")
     assert code == 0, err
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in records if "loss" in r]
