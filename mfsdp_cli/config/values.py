@@ -196,10 +196,22 @@ def _from_text(text: str, kind: str):
     return None
 
 
+# Values that other systems have, and why they are not here; the sources are those of field reports on megatron-core 0.19.2.
+WHY_NOT = {
+    **dict.fromkeys(("float16", "fp16", "half"), "ZeRO's empty shards have no gradient, on which the loss scaling of float16 fails "
+                                                 "(megatron-core distrib_optimizer.py)"),
+    **dict.fromkeys(("sgd", "muon", "lion", "soap", "adafactor"), "the distributed optimizer, which shards the state, takes Adam only"),
+    **dict.fromkeys(("gae", "reinforce_plus_plus", "remax"), "there is no critic and no baseline rollout: responses of one prompt are compared"),
+    "hf_model": "Hugging Face weights are written, and proven equal, by mfsdp ckpt export-hf",
+}
+
+
 def _check_range(value, leaf: Leaf) -> None:
     if leaf.choices and value not in leaf.choices:
         legal = ", ".join(map(str, leaf.choices))
         near = nearest(str(value), [str(c) for c in leaf.choices])
+        if value in WHY_NOT:
+            raise Unfit(f"{as_text(value)} is not one of: {legal}; {WHY_NOT[value]}", f"write one of: {legal}")
         raise Unfit(f"{as_text(value)} is not one of: {legal}", f"did you mean {near}?" if near else f"write one of: {legal}")
     if isinstance(value, str):
         return

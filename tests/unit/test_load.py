@@ -123,7 +123,7 @@ def test_values(key, text, value):
         ("data.shuffle", "1", "expected True or False, found an integer", "True or False"),
         ("data.truncation", "rigth", "not one of: error, left, right", "did you mean right?"),
         ("data.truncation", "xyzzy", "not one of: error, left, right", "error, left, right"),
-        ("engine.dtype", "float16", "not one of: bfloat16, float32", "did you mean bfloat16?"),
+        ("engine.dtype", "float16", "not one of: bfloat16, float32", "write one of: bfloat16, float32"),
         ("trainer.logger", "[console, swanlab]", "swanlab is not one of: console, file, tensorboard, wandb", "did you mean wandb?"),
         ("optim.betas", "[0.9, x]", "expected a list of numbers, found the text 'x'", "[0.9, 0.95]"),
         ("engine.override_transformer_config", "3", "expected a mapping", "leave it out"),
@@ -380,3 +380,12 @@ def test_heavy_modules_stay_out():
         "print([m for m in ('yaml', 'rich', 'pyarrow', 'numpy', 'torch', 'pydantic', 'transformers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("kind, text, reason", [
+    ("sft", "engine.dtype=float16", "loss scaling of float16 fails"), ("sft", "optim.optimizer=sgd", "takes Adam only"),
+    ("sft", "checkpoint.save_contents=[model,hf_model]", "mfsdp ckpt export-hf"), ("grpo", "algorithm.adv_estimator=gae", "there is no critic"),
+])
+def test_a_value_that_others_have_is_refused_with_the_reason(kind, text, reason):
+    problem = only_error(load(text, kind=kind))
+    assert "is not one of" in problem.why and reason in problem.why and problem.fix.startswith("write one of: ")
