@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
+from mfsdp_cli.launch.run import ASK_SIGNALS
 
 LAUNCHER = Path(__file__).with_name("launcher_for_tests.py")
 ROOT = LAUNCHER.parents[2]
@@ -58,7 +59,13 @@ def launch(tmp_path, fake, *options):
     file.write_text(PRELUDE + fake)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
     return subprocess.Popen([sys.executable, str(LAUNCHER), str(tmp_path / "run"), str(file), *options], env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals)
+
+
+def heed_signals() -> None:
+    """Tests that run under nohup, or as a background job, would hand on what those ignore, and the launcher leaves it so."""
+    for number in ASK_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def finish(tmp_path, fake, *options):
