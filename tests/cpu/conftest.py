@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the launcher sets it; its threads would not survive a fork
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests run over gloo on any machine
+ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",  # as the launcher sets it; its threads would not survive a fork
+    "CUDA_VISIBLE_DEVICES": "",  # these tests run over gloo on any machine
+}
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def megatron():
-    import mfsdp_cli.engine.megatron  # noqa: F401
+    """Taken back after this folder's tests: those of tests/unit show nvidia-smis of their own to the program."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        import mfsdp_cli.engine.megatron  # noqa: F401
+
+        yield
 
 
 @pytest.fixture(scope="session")
