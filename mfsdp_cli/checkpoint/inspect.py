@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mfsdp_cli.checkpoint import layouts, manifest
+from mfsdp_cli.checkpoint import finding, layouts, manifest
 from mfsdp_cli.checkpoint.dcp_metadata import TensorEntry, read_dcp
 from mfsdp_cli.checkpoint.hf_folder import HfContents, read_hf
 from mfsdp_cli.errors import BAD_INPUT, OK, MfsdpError, Problem
@@ -176,8 +176,8 @@ def _export_verdict(layout: layouts.Layout, report: dict, hf: HfContents | None,
 def _steps(layout: layouts.Layout) -> list[dict]:
     """The other checkpoints of the same run."""
     siblings = layout.root.absolute().parent
-    latest = manifest.latest_complete(siblings)
-    complete = sorted(manifest.complete_steps(siblings).items())
+    latest = finding.latest_complete(siblings)
+    complete = sorted(finding.complete_steps(siblings).items())
     return [{"step": step, "path": str(folder), "latest": folder == latest} for step, folder in complete]
 
 

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mfsdp_cli.checkpoint import manifest
+from mfsdp_cli.checkpoint import finding, manifest
 from mfsdp_cli.checkpoint.dcp_metadata import METADATA
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
@@ -51,14 +51,14 @@ def find_layout(path: str | Path, problems: list[Problem]) -> Layout:
     """The checkpoint that `path` means: one itself, a folder inside one, or a folder of several (then the latest).
 
     Raises MfsdpError (BAD_INPUT) when there is none. Choices that were made are appended to `problems` as notes."""
-    path = manifest.existing_folder(path)
+    path = finding.existing_folder(path)
     # the owner of a part first: dist_ckpt/ alone looks like a bare DCP folder
     depth = {manifest.DIST_CKPT: 2, manifest.HUGGINGFACE: 2, "model": 1}.get(path.name, 0)
     for folder in (*reversed(path.absolute().parents[:depth]), path):
         if found := _at(folder):
             return found
-    if (path / manifest.CHECKPOINTS).is_dir() or any(manifest.is_step_folder(p) for p in path.iterdir() if p.is_dir()):
-        return _at(manifest.resolve(path, problems))
+    if (path / manifest.CHECKPOINTS).is_dir() or any(finding.is_step_folder(p) for p in path.iterdir() if p.is_dir()):
+        return _at(finding.resolve(path, problems))
     if found := _latest_of_several(path, problems):
         return found
     raise MfsdpError(_error(path, ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "an empty folder",
@@ -68,7 +68,7 @@ def find_layout(path: str | Path, problems: list[Problem]) -> Layout:
 def _at(folder: Path) -> Layout | None:
     """The layout whose root is exactly this folder."""
     hf = folder / manifest.HUGGINGFACE
-    if manifest.is_step_folder(folder):
+    if finding.is_step_folder(folder):
         dcp = (folder / manifest.DIST_CKPT,) if (folder / manifest.DIST_CKPT).is_dir() else ()
         return Layout("mfsdp", folder, dcp, hf if hf.is_dir() else None, _step_in(folder))
     if (folder / VERL_CONTENTS).is_file() or any((folder / name).is_dir() for name in _VERL_DCP):

@@ -1,15 +1,11 @@
-"""Checkpoint folders on disk: names, manifest, the `latest` pointer, retention. Standard library only, no torch.
+"""The record of a checkpoint, manifest.json: what was saved, how it was made, and whether all of it is there. No torch.
 
     checkpoints/step_000100/{manifest.json, dist_ckpt/, huggingface/, trainer.json}
     checkpoints/latest          text file, name of the folder to resume from
 
-Order of a save: `begin` -> the ranks write into step_N.tmp -> barrier -> rank 0 `commit`s: flush every file, write the
-manifest last, rename, move `latest`. Only then `prune`. A process killed at any moment leaves a complete checkpoint
-behind if there was one before. Suffixes: `.tmp` is being written or being deleted and never read; `.old` exists for the
-moment in which a step that is saved again takes the place of its predecessor, and counts as that step until then.
-
-Every file's size is checked on each use; its CRC-32 only by `verify`. zlib.crc32 was chosen over blake2b because the
-manifest guards against damage, not forgery: 3.1 against 0.4 GiB/s a thread on an AMD EPYC, and files go in parallel.
+The record is written last (`saving`), so that a folder with one was saved to its end. Every file's size is checked on each use; its
+CRC-32 only by `verify`. zlib.crc32 was chosen over blake2b because the manifest guards against damage, not forgery: 3.1 against
+0.4 GiB/s a thread on an AMD EPYC, and files go in parallel.
 """
 
 from __future__ import annotations
@@ -17,8 +13,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
-import shutil
 import zlib
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
@@ -33,7 +27,6 @@ CHECKPOINTS = "checkpoints"
 DIST_CKPT = "dist_ckpt"
 HUGGINGFACE = "huggingface"
 TMP, OLD = ".tmp", ".old"
-_FOLDER = re.compile(r"step_(\d{6,})(\.tmp|\.old)?")
 _BLOCK_BYTES = 8 << 20
 _MOST_LISTED = 10
 
@@ -70,166 +63,19 @@ class Manifest:
     files: dict[str, dict] = field(default_factory=dict)
 
 
-# ---------------------------------------------------------------- saving
-
-def begin(checkpoints_dir: str | Path, step: int) -> Path:
-    """An empty folder to write step `step` into. Removes what an interrupted save of the same step left."""
-    checkpoints_dir = Path(checkpoints_dir)
-    checkpoints_dir.mkdir(parents=True, exist_ok=True)
-    _settle_old(checkpoints_dir / step_folder(step))
-    tmp = checkpoints_dir / (step_folder(step) + TMP)
-    if tmp.exists():
-        shutil.rmtree(tmp)
-    tmp.mkdir()
-    return tmp
-
-
-def commit(tmp: str | Path, manifest: Manifest) -> Path:
-    """Make the folder that `begin` gave a checkpoint and point `latest` at it. On one rank, after a barrier.
-
-    An existing folder of that step is replaced: it steps aside as `.old`, which still counts as the step, until the
-    new one has its name."""
-    tmp = Path(tmp)
-    assert tmp.name == step_folder(manifest.step) + TMP, (tmp, manifest.step)
-    write_manifest(tmp, manifest)
-    final, old = tmp.with_suffix(""), tmp.with_suffix(OLD)
-    if final.exists():
-        os.rename(final, old)
-    os.rename(tmp, final)
-    _fsync(final.parent)
-    _write_atomically(final.parent / LATEST, final.name + "\n")
-    if old.exists():
-        _delete(old)
-    return final
-
-
 def write_manifest(folder: str | Path, manifest: Manifest) -> Manifest:
     """Flush every file under `folder` to the disk, take size and CRC-32, and write manifest.json last."""
     folder = Path(folder)
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     for path in paths:
-        _fsync(path)
+        flush(path)
     checksums = _crc32_all(paths)
     files = {p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "crc32": c} for p, c in zip(paths, checksums)}
     manifest = replace(manifest, files=files)
     for subfolder in [p for p in folder.rglob("*") if p.is_dir()]:
-        _fsync(subfolder)
-    _write_atomically(folder / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
+        flush(subfolder)
+    write_atomically(folder / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
     return manifest
-
-
-def prune(checkpoints_dir: str | Path, keep: int | None) -> list[Path]:
-    """Delete all but the `keep` newest complete checkpoints (None: keep all), and the remains of interrupted saves.
-
-    Reads the folder, remembers nothing. Never deletes the newest complete checkpoint, the one `latest` names, a folder
-    without a readable manifest, or remains newer than the newest complete checkpoint. Returns what was deleted."""
-    assert keep is None or keep >= 1, keep
-    checkpoints_dir = Path(checkpoints_dir)
-    complete = complete_steps(checkpoints_dir)
-    if not complete:
-        return []
-    newest = max(complete)
-    doomed = []
-    for folder, step, suffix in _folders(checkpoints_dir):
-        replaced = suffix == OLD and complete.get(step) not in (None, folder)
-        if replaced or (suffix == TMP and step < newest):
-            doomed.append(folder)
-    if keep is not None:
-        spared = {newest} | ({_pointed_step(checkpoints_dir)} & complete.keys())
-        others = sorted(complete.keys() - spared)
-        doomed += [complete[step] for step in others[: max(0, len(complete) - max(keep, len(spared)))]]
-    for folder in doomed:
-        _delete(folder)
-    return doomed
-
-
-def _settle_old(final: Path) -> None:
-    """Finish or undo a replacement that was interrupted: afterwards there is no `.old`."""
-    old = final.with_name(final.name + OLD)
-    if not old.exists():
-        return
-    if is_complete(old) and not is_complete(final):
-        if final.exists():
-            _delete(final)
-        os.rename(old, final)
-    else:
-        _delete(old)
-
-
-def _delete(folder: Path) -> None:
-    """Rename to `.tmp` first, so that a deletion cut short never leaves half a checkpoint under a good name."""
-    grave = folder.with_suffix(TMP)
-    if grave != folder:
-        if grave.exists():
-            shutil.rmtree(grave)
-        os.rename(folder, grave)
-    shutil.rmtree(grave)
-
-
-# ---------------------------------------------------------------- finding and reading
-
-def resolve(path: str | Path, problems: list[Problem] | None = None) -> Path:
-    """The step folder meant by a run folder, a checkpoints folder, a step folder or a folder inside one.
-
-    Raises MfsdpError when there is none. Warnings about the choice are appended to `problems`."""
-    path = existing_folder(path)
-    for folder in (path, path.parent) if path.name in (DIST_CKPT, HUGGINGFACE) else (path,):
-        if is_step_folder(folder):
-            return folder
-    checkpoints_dir = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    found = latest_complete(checkpoints_dir, problems)
-    if found is not None:
-        return found
-    names = ", ".join(folder.name for folder, _, _ in _folders(checkpoints_dir))
-    if names:
-        raise _bad(checkpoints_dir, names, "none of these is a complete checkpoint", "give one of them to see what it lacks")
-    raise _bad(path, "", f"there is no checkpoint here: neither {MANIFEST} nor step_N folders", "give a run or checkpoint folder")
-
-
-def existing_folder(path: str | Path) -> Path:
-    """`path`, with a name even when it is ".". Raises MfsdpError (BAD_INPUT) when it is no folder."""
-    path = Path(path) if Path(path).name else Path(path).absolute()
-    if not path.exists():
-        raise _bad(path, "missing", "there is no such folder", "give a run or checkpoint folder")
-    if not path.is_dir():
-        raise _bad(path, "a file", "a checkpoint is a folder", "give a run or checkpoint folder")
-    return path
-
-
-def is_step_folder(folder: Path) -> bool:
-    """By its manifest or its name; says nothing about completeness."""
-    return (folder / MANIFEST).is_file() or bool(_FOLDER.fullmatch(folder.name))
-
-
-def latest_complete(checkpoints_dir: str | Path, problems: list[Problem] | None = None) -> Path | None:
-    """The checkpoint that `latest` names if it is complete, else the newest complete one, else None.
-
-    A choice other than the one `latest` names is told as a warning appended to `problems`."""
-    checkpoints_dir = Path(checkpoints_dir)
-    pointed = _pointed_step(checkpoints_dir)
-    if pointed is not None:
-        for suffix in ("", OLD):
-            if is_complete(folder := checkpoints_dir / (step_folder(pointed) + suffix)):
-                return folder
-    complete = complete_steps(checkpoints_dir)
-    if not complete:
-        return None
-    newest = complete[max(complete)]
-    if problems is not None:
-        pointer = checkpoints_dir / LATEST
-        found = pointer.read_text(errors="replace").strip() if pointer.is_file() else "missing"
-        problems.append(Problem(str(pointer), found, f"it names no complete checkpoint; {newest.name}, the newest complete one, is used",
-                                "nothing, if that is the one you want; else give the step folder", code=BAD_INPUT, level="warning"))
-    return newest
-
-
-def complete_steps(checkpoints_dir: str | Path) -> dict[int, Path]:
-    """Step -> folder of every complete checkpoint."""
-    found: dict[int, Path] = {}
-    for folder, step, suffix in _folders(Path(checkpoints_dir)):
-        if suffix != TMP and (suffix == "" or step not in found) and is_complete(folder):
-            found[step] = folder
-    return found
 
 
 def is_complete(folder: str | Path) -> bool:
@@ -324,20 +170,6 @@ def _fits(value, kind: str) -> bool:
     return isinstance(value, {"str": str, "": object}[outer])
 
 
-def _folders(checkpoints_dir: Path) -> list[tuple[Path, int, str]]:
-    """(folder, step, suffix) of everything named like a checkpoint; of one step the plain name comes first."""
-    if not checkpoints_dir.is_dir():
-        return []
-    matches = [(p, _FOLDER.fullmatch(p.name)) for p in checkpoints_dir.iterdir()]
-    return sorted(((p, int(m[1]), m[2] or "") for p, m in matches if m and p.is_dir()), key=lambda entry: entry[1:])
-
-
-def _pointed_step(checkpoints_dir: Path) -> int | None:
-    pointer = checkpoints_dir / LATEST
-    match = _FOLDER.fullmatch(pointer.read_text(errors="replace").strip()) if pointer.is_file() else None
-    return int(match[1]) if match and not match[2] else None
-
-
 def _problem(where: Path, found: str, why: str, fix: str) -> Problem:
     return Problem(str(where), found, why, fix, code=BAD_INPUT)
 
@@ -367,7 +199,7 @@ def _crc32_all(paths: list[Path]) -> list[str]:
         return list(pool.map(_crc32, paths))
 
 
-def _fsync(path: Path) -> None:
+def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -378,11 +210,11 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     with open(part, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-    _fsync(path.parent)
+    flush(path.parent)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, DIST_CKPT, HUGGINGFACE, Manifest, is_step_folder, require_complete, resolve
+from mfsdp_cli.checkpoint.finding import is_step_folder, resolve
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, DIST_CKPT, HUGGINGFACE, Manifest, require_complete
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, complete_steps, latest_complete, require_complete, resolve
+from mfsdp_cli.checkpoint.finding import complete_steps, latest_complete, resolve
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, require_complete
 from mfsdp_cli.checkpoint.reuse import resume_problems
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, MfsdpError, Problem

@@ -8,7 +8,8 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, latest_complete
+from mfsdp_cli.checkpoint.finding import latest_complete
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS
 from mfsdp_cli.errors import OK, RUN_FAILED, SIGNAL_BASE, STOPPED, Problem
 from mfsdp_cli.launch.folder import Attempt
 

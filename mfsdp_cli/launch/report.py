@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, complete_steps, latest_complete
+from mfsdp_cli.checkpoint.finding import complete_steps, latest_complete
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS
 from mfsdp_cli.config.rules_model import architecture_of
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import EXIT_CODES, OK

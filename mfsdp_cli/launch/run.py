@@ -70,7 +70,11 @@ def _watch(child: subprocess.Popen, attempt: Attempt, received: list[tuple[int, 
             if lines.steps.last_step is None and attempt.node_rank == 0:  # the other nodes do not see step lines
                 print_stderr("stopping; no step is done yet, so there is nothing to save")
                 return True
-            (attempt.path / STOP_FILE).touch()
+            try:
+                (attempt.path / STOP_FILE).touch()
+            except OSError as error:  # where no empty file can be made, nothing can be saved
+                print_stderr(f"stopping at once; the ranks cannot be asked to save: {error}")
+                return True
             print_stderr("saving, press Ctrl-C again to stop at once")
         elif asked and _insists(received):
             print_stderr("stopping at once")
@@ -91,7 +95,7 @@ class _Lines:
         self.log = log
         self.steps = steps
         self.rest = b""
-        self.ended = False
+        self.ended = self.log_lost = False
 
     def read(self, timeout_s: float) -> bool:
         """Take what is there, waiting at most timeout_s. False when there was nothing."""
@@ -116,7 +120,12 @@ class _Lines:
 
     def _take(self, line: bytes) -> None:
         chatter, mark, text = line.partition(CONSOLE_MARK)
-        self.log.write(chatter + text)
+        if not self.log_lost:
+            try:
+                self.log.write(chatter + text)
+            except OSError as error:  # a full disk must not take away the one that looks after the ranks
+                self.log_lost = True
+                print_stderr(f"warning: {error.strerror}: the log ends here: {self.log.name}")
         if mark:
             self.steps.feed(text.decode(errors="replace").rstrip())
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, complete_steps
+from mfsdp_cli.checkpoint.finding import complete_steps
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS
 from mfsdp_cli.config.load import load
 from mfsdp_cli.config.rulebook import judge
 from mfsdp_cli.config.rules import check as check_rules

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mfsdp_cli.checkpoint import dtensor, manifest
+from mfsdp_cli.checkpoint import dtensor, finding, manifest, retention, saving
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, DIST_CKPT, HUGGINGFACE, Manifest
 from mfsdp_cli.checkpoint.reuse import SOURCE_INDEX, ModelSource, load_contents, model_checkpoint, resume_problems
 from mfsdp_cli.config.schema import OptimSettings, SftSettings
@@ -48,7 +48,7 @@ def find_resume(settings: SftSettings, run_dir: Path) -> tuple[Resume | None, li
     mode = settings.trainer.resume_mode
     if mode == "disable":
         return None, problems
-    folder = manifest.resolve(settings.trainer.resume_from_path) if mode == "resume_path" else manifest.latest_complete(run_dir / CHECKPOINTS, problems)
+    folder = finding.resolve(settings.trainer.resume_from_path) if mode == "resume_path" else finding.latest_complete(run_dir / CHECKPOINTS, problems)
     if folder is None:
         return None, problems
     found = manifest.require_complete(folder)
@@ -93,7 +93,7 @@ def save(engine, settings: SftSettings, run_dir: Path, source: ModelSource, posi
     checkpoints = run_dir / CHECKPOINTS
     tmp = checkpoints / (manifest.step_folder(position.step) + manifest.TMP)
     if dist.get_rank() == 0:
-        manifest.begin(checkpoints, position.step)
+        saving.begin(checkpoints, position.step)
     dist.barrier()
     contents = settings.checkpoint.save_contents
     num_tensors = dtensor.save(engine, tmp / DIST_CKPT, contents)
@@ -105,8 +105,8 @@ def save(engine, settings: SftSettings, run_dir: Path, source: ModelSource, posi
         (tmp / "trainer.json").write_text(json.dumps({
             "step": position.step, "samples_consumed": position.samples_consumed, "total_steps": total_steps, "seed": settings.trainer.seed,
         }, indent=1) + "\n")
-        manifest.commit(tmp, _manifest(engine, settings, position, total_steps, num_tensors))
-        manifest.prune(checkpoints, settings.trainer.max_ckpt_to_keep)
+        saving.commit(tmp, _manifest(engine, settings, position, total_steps, num_tensors))
+        retention.prune(checkpoints, settings.trainer.max_ckpt_to_keep)
     dist.barrier()
     return checkpoints / manifest.step_folder(position.step)
 

@@ -14,7 +14,8 @@ from direct import by_letters, run_loop
 from models import FAMILIES
 from runs import train_ranks
 
-from mfsdp_cli.checkpoint.manifest import complete_steps, require_complete
+from mfsdp_cli.checkpoint.finding import complete_steps
+from mfsdp_cli.checkpoint.manifest import require_complete
 from mfsdp_cli.launch.start import check
 from mfsdp_cli.train.metrics import read_metrics
 

@@ -169,13 +169,13 @@ def test_a_load_is_whole_or_refused_and_restores_random_states(tiny, tmp_path):
 
 def test_a_vocabulary_that_the_new_ranks_cannot_share_is_refused(tmp_path):
     """509 rows were not padded, since one rank needs no padding; two cannot take them over."""
-    from mfsdp_cli.checkpoint import manifest
+    from mfsdp_cli.checkpoint import manifest, saving
     from mfsdp_cli.config.schema import SftSettings
     from mfsdp_cli.train.checkpoints import find_resume
 
     made = manifest.Manifest(step=3, total_steps=9, samples_consumed=24, contents=ALL, topology={"world": 1, "tp": 1}, dtype="float32",
                              padded_vocab_size=509, architecture="Qwen2ForCausalLM", source_model="m", num_tensors=1)
-    manifest.commit(manifest.begin(tmp_path / "checkpoints", 3), made)
+    saving.commit(saving.begin(tmp_path / "checkpoints", 3), made)
     settings = SftSettings()
     found, _ = find_resume(settings, tmp_path)
     assert (found.position.step, found.position.samples_consumed) == (3, 24)

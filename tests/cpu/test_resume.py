@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from runs import stored, train_ranks, training_records, validation_losses
 
-from mfsdp_cli.checkpoint.manifest import latest_complete
+from mfsdp_cli.checkpoint.finding import latest_complete
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.train.schedule import learning_rate
 
@@ -118,9 +118,9 @@ def die_while_writing() -> None:
 
 def die_before_the_rename() -> None:
     """Rank 0 is killed with everything written but the manifest."""
-    from mfsdp_cli.checkpoint import manifest
+    from mfsdp_cli.checkpoint import saving
 
-    manifest.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    saving.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("die", [die_while_writing, die_before_the_rename])

@@ -25,7 +25,8 @@ def write_model(folder: Path) -> Path:
 
 def write_checkpoint(run_dir: Path, step: int, *, contents=("model", "optimizer", "extra"), rows: int = 512, tp: int = 1) -> Path:
     """RUN/checkpoints/step_N of a complete checkpoint, as the trainer's files are named; no tensor in it is real."""
-    from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
+    from mfsdp_cli.checkpoint.manifest import Manifest
+    from mfsdp_cli.checkpoint.saving import begin, commit
 
     tmp = begin(run_dir / "checkpoints", step)
     (tmp / "dist_ckpt").mkdir()

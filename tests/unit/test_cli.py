@@ -13,7 +13,8 @@ from inputs_for_tests import snapshot, write_chats, write_model, write_prompts
 from typer.main import get_command
 
 from mfsdp_cli import __version__, cli, errors
-from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
+from mfsdp_cli.checkpoint.manifest import Manifest
+from mfsdp_cli.checkpoint.saving import begin, commit
 from mfsdp_cli.config.sources import preset_files
 from mfsdp_cli.launch.folder import open_attempt
 from mfsdp_cli.launch.outcome import Outcome

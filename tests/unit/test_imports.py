@@ -20,7 +20,7 @@ FRONT = {"cli", "cli_config", "cli_train", "options", "output", "errors", "types
 BASE = {"__version__", "errors", "types", "config.schema", "config.schema_grpo"}
 ALLOWED = {
     "__main__": {"cli"},
-    "cli": {"cli_config", "cli_train", "options", "output", "launch", "data.prepare", "checkpoint.manifest", "checkpoint.inspect"},
+    "cli": {"cli_config", "cli_train", "options", "output", "launch", "data.prepare", "checkpoint.inspect"},
     "cli_config": {"options", "output", "config"},
     "cli_train": {"options", "output", "launch", "samples"},
     "samples": {"output"},
@@ -30,8 +30,8 @@ ALLOWED = {
     "types": set(),
     "config": {"config", "rewards.base", "rewards.gsm8k", "rewards.numbers"},
     "config.from_verl": {"config", "launch.facts"},  # the facts of no machine, for the rules that need none
-    "launch": {"launch", "config", "output", "checkpoint.manifest", "checkpoint.inspect", "checkpoint.dcp_metadata", "checkpoint.reuse",
-               "rewards.custom"},
+    "launch": {"launch", "config", "output", "checkpoint.manifest", "checkpoint.finding", "checkpoint.inspect", "checkpoint.dcp_metadata",
+               "checkpoint.reuse", "rewards.custom"},
     "data": {"data"},
     "data.convert": {"data", "rewards.latex"},  # one reading of a box, in golds and in responses
     "engine": {"engine"},
@@ -44,9 +44,9 @@ ALLOWED = {
     "train": {"train", "engine", "rollout", "rewards", "data", "checkpoint", "config", "launch.plan", "launch.run"},
 }
 # Parts of a package that are front end although the rest of it is not.
-FRONT_MODULES = ("config", "launch", "data.prepare", "data.sources", "data.convert", "checkpoint.manifest", "checkpoint.inspect",
-                 "checkpoint.dcp_metadata", "checkpoint.hf_folder", "checkpoint.layouts", "checkpoint.reuse", "rewards.custom", "rewards.base",
-                 "rewards.gsm8k", "rewards.numbers", "rewards.latex")
+FRONT_MODULES = ("config", "launch", "data.prepare", "data.sources", "data.convert", "checkpoint.manifest", "checkpoint.finding",
+                 "checkpoint.saving", "checkpoint.retention", "checkpoint.inspect", "checkpoint.dcp_metadata", "checkpoint.hf_folder",
+                 "checkpoint.layouts", "checkpoint.reuse", "rewards.custom", "rewards.base", "rewards.gsm8k", "rewards.numbers", "rewards.latex")
 
 
 def modules():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mfsdp_cli.checkpoint import manifest
+from mfsdp_cli.checkpoint import manifest, saving
 from mfsdp_cli.checkpoint.dcp_metadata import read_dcp
 from mfsdp_cli.checkpoint.hf_folder import read_hf
 from mfsdp_cli.checkpoint.inspect import inspect, render, size_words
@@ -93,10 +93,10 @@ def safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
 
 
 def mfsdp_step(run: Path, written: Path, step: int, contents=("model", "optimizer", "extra")) -> Path:
-    tmp = manifest.begin(run / "checkpoints", step)
+    tmp = saving.begin(run / "checkpoints", step)
     shutil.copytree(written, tmp / "dist_ckpt")
     hf_folder(tmp / "huggingface")
-    return manifest.commit(tmp, manifest.Manifest(
+    return saving.commit(tmp, manifest.Manifest(
         step=step, total_steps=400, samples_consumed=8 * step, contents=list(contents), dtype="bfloat16", padded_vocab_size=512,
         topology={"world": 2, "dp": 2, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1}, architecture="Qwen2ForCausalLM",
         source_model="Qwen/Qwen2.5-Math-7B", num_tensors=11, versions={"torch": "2.11.0"}))
@@ -233,7 +233,7 @@ def test_verify_finds_what_sizes_hide(written, tmp_path):
 
 
 def test_an_interrupted_save_is_described_and_refused(written, tmp_path):
-    tmp = manifest.begin(tmp_path, 9)
+    tmp = saving.begin(tmp_path, 9)
     shutil.copytree(written, tmp / "dist_ckpt")
     report = inspect(tmp)
     assert (report["exit_code"], report["step"], report["num_tensors"]) == (BAD_INPUT, 9, 11)

@@ -52,7 +52,8 @@ TRAINER = FLOOD + """
 attempt = Path(sys.argv[1]); run_dir = attempt.parents[1]
 subprocess.run([sys.executable, "-c", noise], check=True)
 os.write(2, b"\\x1emfsdp step 1/1 loss 0.5\\n")
-from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
+from mfsdp_cli.checkpoint.manifest import Manifest
+from mfsdp_cli.checkpoint.saving import begin, commit
 tmp = begin(run_dir / "checkpoints", 1); (tmp / "trainer.json").write_text("{}")
 path = commit(tmp, Manifest(1, 1, 8, ["model"], {"world": 1}, "float32", 8, "Qwen2ForCausalLM", "tiny", 1))
 (attempt / "result.json").write_text(json.dumps({"status": "done", "step": 1, "total_steps": 1, "checkpoint": str(path), "metrics": {}}))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
+from mfsdp_cli.checkpoint.manifest import Manifest
+from mfsdp_cli.checkpoint.saving import begin, commit
 from mfsdp_cli.launch.run import ASK_SIGNALS
 
 LAUNCHER = Path(__file__).with_name("launcher_for_tests.py")
@@ -22,7 +23,8 @@ from pathlib import Path
 attempt = Path(sys.argv[1]); run_dir = attempt.parents[1]
 def say(text): os.write(2, b"\\x1emfsdp " + text.encode() + b"\\n")
 def save(step):
-    from mfsdp_cli.checkpoint.manifest import Manifest, begin, commit
+    from mfsdp_cli.checkpoint.manifest import Manifest
+    from mfsdp_cli.checkpoint.saving import begin, commit
     tmp = begin(run_dir / "checkpoints", step); (tmp / "trainer.json").write_text("{}")
     return str(commit(tmp, Manifest(step, 9, 8 * step, ["model", "optimizer", "extra"], {"world": 1}, "float32", 8, "Qwen2ForCausalLM", "tiny", 1)))
 def result(**fields): (attempt / "result.json").write_text(json.dumps(fields))
