@@ -7,7 +7,9 @@ line, which prints them and exits with the code of the gravest.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+
+from mfsdp_cli.records import Record
 
 OK = 0
 RUN_FAILED = 1
@@ -35,8 +37,7 @@ EXIT_CODES = {
 }
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(Record):
     """One thing that is wrong, where, and what would be right.
 
     key    dotted settings key, or a path or name when there is no key

@@ -7,11 +7,12 @@ Keys were taken from verl's sft_trainer_engine.yaml, engine/megatron.yaml, optim
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatchcase
 
 from mfsdp_cli.config import aliases_grpo
 from mfsdp_cli.config.values import as_text, free_value, leaf_of
+from mfsdp_cli.records import Record
 
 REWARD_FUNCTION = aliases_grpo.REWARD_FUNCTION
 
@@ -198,8 +199,7 @@ SFT_FOREIGN = {
 RL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "reward", "reward_model", "custom_reward_function", "distillation")
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """What a kind of run makes of verl's keys. `values` translates values: key -> {theirs: ours}; see above for the others."""
 
     prefixes: dict[str, str]
@@ -219,8 +219,7 @@ TABLES = {
 }
 
 
-@dataclass(frozen=True)
-class Told:
+class Told(Record):
     """A key that sets nothing: level "note" (accepted) or "error" (refused), why, and the way out."""
 
     level: str

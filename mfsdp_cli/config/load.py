@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 
 from mfsdp_cli.config import aliases
@@ -19,6 +19,7 @@ from mfsdp_cli.config.values import (
     SETTINGS, Plain, Unfit, as_text, coerce, free_value, kind_of, leaf_of, leaves, other_kind, plain_value, sections,
 )
 from mfsdp_cli.errors import MfsdpError, Problem
+from mfsdp_cli.records import Section
 
 ENVIRONMENT = {
     "NPROC": "trainer.n_gpus_per_node",
@@ -54,8 +55,7 @@ PATH_KEYS = (
 )
 
 
-@dataclass
-class Loaded:
+class Loaded(Section):
     """origins maps every key that is not a default to its origin (entries of a mapping have a key of their own)."""
 
     settings: SftSettings | GrpoSettings

@@ -14,11 +14,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.config.values import SETTINGS, kind_of, leaf_of, nearest, validates_only
 from mfsdp_cli.errors import USAGE, MfsdpError, Problem
+from mfsdp_cli.records import Record
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
@@ -30,8 +31,7 @@ OWN = "mfsdp: no library asks for it"
 KNOWN_GOOD = {"torch": "2.11.0", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "transformers": "5.12.1"}
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(Record):
     """id        kebab-case, unique
     demand    one line: what must hold
     source    where the demand comes from: a library's file, a paper, a public issue, or this program's own reason

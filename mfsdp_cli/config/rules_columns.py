@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.config.rulebook import rule
 from mfsdp_cli.config.rules_files import GOLD
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
+from mfsdp_cli.records import Record
 
 if TYPE_CHECKING:
     from mfsdp_cli.launch.facts import ParquetFacts
@@ -22,8 +22,7 @@ NUMERIC = ("gsm8k", "gsm8k_flexible")  # scorers whose gold answer is a number
 MAX_LISTED = 5
 
 
-@dataclass(frozen=True)
-class Grading:
+class Grading(Record):
     """What the first rows of one file are graded by: those that the run uses. key is train_files or val_files."""
 
     key: str

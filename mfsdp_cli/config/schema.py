@@ -6,7 +6,9 @@ Key paths follow verl's where verl has the key, so that a line copied from a ver
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from mfsdp_cli.records import Section
 
 DTYPES = ("bfloat16", "float32")
 SAVE_CONTENTS = ("model", "optimizer", "extra")
@@ -22,16 +24,14 @@ def opt(default, doc: str, *, unit: str = "", choices: tuple = (), low=None, hig
     return field(default=default, metadata=meta)
 
 
-@dataclass
-class ModelSettings:
+class ModelSettings(Section):
     path: str | None = opt(None, "model to start from: Hugging Face folder, hub id, or a checkpoint of mfsdp's, of which only the weights are taken")
     trust_remote_code: bool = opt(False, "run Python code that the model folder ships; off, since it is someone else's code")
     use_remove_padding: bool = opt(True, "sequences are packed without padding (THD); the only layout there is")
     lora_rank: int = opt(0, "LoRA is not supported with Megatron-FSDP checkpoints: must stay 0", low=0)
 
 
-@dataclass
-class DataSettings:
+class DataSettings(Section):
     train_files: list[str] = opt([], "parquet files to train on, each with a column of chat messages")
     val_files: list[str] = opt([], "parquet files to validate on; empty: no validation")
     messages_key: str = opt("messages", "column that holds the chat: list of {role, content}")
@@ -48,8 +48,7 @@ class DataSettings:
     val_max_samples: int = opt(-1, "use only the first N validation rows; -1: all", unit="rows", low=-1)
 
 
-@dataclass
-class EngineSettings:
+class EngineSettings(Section):
     use_mbridge: bool = opt(True, "weights and configuration go through Megatron-Bridge; must be True")
     vanilla_mbridge: bool = opt(False, "True would select the deprecated legacy mbridge; must be False")
     use_megatron_fsdp: bool = opt(True, "ZeRO-3 sharding by Megatron-FSDP; must be True")
@@ -72,8 +71,7 @@ class EngineSettings:
     override_transformer_config: dict = opt({}, "fields of Megatron's TransformerConfig to set as given")
 
 
-@dataclass
-class OptimSettings:
+class OptimSettings(Section):
     optimizer: str = opt("adam", "AdamW, the only optimizer Megatron-FSDP supports", choices=("adam",))
     lr: float = opt(1e-5, "peak learning rate", low=0.0)
     min_lr: float = opt(1e-6, "learning rate at the end of the decay", low=0.0)
@@ -87,16 +85,14 @@ class OptimSettings:
     clip_grad: float = opt(1.0, "global gradient norm above which gradients are scaled down; 0: no clipping", low=0.0)
 
 
-@dataclass
-class CheckpointSettings:
+class CheckpointSettings(Section):
     save_contents: list[str] = opt(["model", "optimizer", "extra"], "what a checkpoint holds; optimizer requires model", choices=SAVE_CONTENTS)
     load_contents: list[str] | None = opt(None, "what a resume restores; null: save_contents", choices=SAVE_CONTENTS)
     async_save: bool = opt(False, "not supported with Megatron-FSDP: must stay False")
     mbridge_config: dict = opt({}, "options of Bridge's weight saving: distributed_filesystem, memory_efficient")
 
 
-@dataclass
-class TrainerSettings:
+class TrainerSettings(Section):
     project_name: str = opt("mfsdp-sft", "group of runs, for wandb")
     experiment_name: str = opt("sft", "name of this run, and of its folder under runs/")
     output_dir: str | None = opt(None, "run folder; null: runs/<experiment_name>")
@@ -117,8 +113,7 @@ class TrainerSettings:
     startup_timeout_s: int = opt(1800, "longest wait for all ranks to join and for any one collective", unit="s", low=10)
 
 
-@dataclass
-class SftSettings:
+class SftSettings(Section):
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)

@@ -6,9 +6,10 @@ verl's paths `actor_rollout_ref.actor.*`, `actor_rollout_ref.rollout.*`, `actor_
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mfsdp_cli.config.schema import CheckpointSettings, EngineSettings, ModelSettings, OptimSettings, TrainerSettings, opt
+from mfsdp_cli.records import Section
 
 ADV_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -16,8 +17,7 @@ KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 REWARDS = ("auto", "gsm8k", "gsm8k_flexible", "math", "length")
 
 
-@dataclass
-class RlDataSettings:
+class RlDataSettings(Section):
     train_files: list[str] = opt([], "parquet files of prompts: columns prompt, data_source, reward_model")
     val_files: list[str] = opt([], "parquet files of prompts to validate on; empty: no validation")
     prompt_key: str = opt("prompt", "column that holds the chat to answer: list of {role, content}")
@@ -31,8 +31,7 @@ class RlDataSettings:
     val_max_samples: int = opt(-1, "use only the first N validation rows; -1: all", unit="rows", low=-1)
 
 
-@dataclass
-class ActorSettings:
+class ActorSettings(Section):
     ppo_mini_batch_size: int = opt(16, "prompts per optimizer step, with all their responses", unit="prompts", low=1)
     ppo_epochs: int = opt(1, "passes over one rollout", low=1)
     use_dynamic_bsz: bool = opt(True, "form micro batches by token budget; False: by ppo_micro_batch_size_per_gpu responses")
@@ -49,8 +48,7 @@ class ActorSettings:
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus", low=0.0)
 
 
-@dataclass
-class RolloutSettings:
+class RolloutSettings(Section):
     name: str = opt("vllm", "sampler: vllm, or hf (transformers; slow, needs nothing else)", choices=("vllm", "hf"))
     n: int = opt(8, "responses per prompt; GRPO compares them, so at least 2", low=1)
     temperature: float = opt(1.0, "sampling temperature of training rollouts", low=0.0)
@@ -72,15 +70,13 @@ class RolloutSettings:
     timeout_s: int = opt(1800, "longest wait for one batch of responses", unit="s", low=1)
 
 
-@dataclass
-class RefSettings:
+class RefSettings(Section):
     path: str | None = opt(None, "reference model, given as model.path is; null: model.path")
     log_prob_max_token_len_per_gpu: int | None = opt(None, "largest micro batch of log-probabilities; null: ppo_max_token_len_per_gpu",
                                                      unit="tokens", low=2)
 
 
-@dataclass
-class AlgorithmSettings:
+class AlgorithmSettings(Section):
     adv_estimator: str = opt("grpo", "advantage of a response within its group", choices=ADV_ESTIMATORS)
     norm_adv_by_std_in_grpo: bool = opt(True, "grpo: divide by the group's standard deviation")
     use_kl_in_reward: bool = opt(False, "subtract the KL against the reference from the reward, instead of adding it to the loss")
@@ -99,15 +95,13 @@ class AlgorithmSettings:
     overlong_penalty_factor: float = opt(1.0, "reward lost at the limit itself", low=0.0)
 
 
-@dataclass
-class RewardSettings:
+class RewardSettings(Section):
     name: str = opt("auto", "scorer; auto: by each row's data_source", choices=REWARDS)
     function: str | None = opt(None, "custom scorer, FILE.py:FUNCTION(data_source, solution_str, ground_truth, extra_info) -> number")
     num_workers: int = opt(4, "scoring processes", low=1)
     timeout_s: float = opt(10.0, "longest time for one response; then it counts as timed out and scores 0", unit="s", low=0.1)
 
 
-@dataclass
 class GrpoTrainerSettings(TrainerSettings):
     project_name: str = opt("mfsdp-grpo", "group of runs, for wandb")
     experiment_name: str = opt("grpo", "name of this run, and of its folder under runs/")
@@ -122,8 +116,7 @@ class GrpoTrainerSettings(TrainerSettings):
     samples_per_step: int = opt(64, "responses kept in samples/step_N.parquet; -1: all", low=-1)
 
 
-@dataclass
-class GrpoSettings:
+class GrpoSettings(Section):
     model: ModelSettings = field(default_factory=ModelSettings)
     data: RlDataSettings = field(default_factory=RlDataSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)

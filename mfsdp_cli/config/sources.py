@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from mfsdp_cli.config.values import SETTINGS, Plain, as_text, free_value, nearest, other_kind
 from mfsdp_cli.errors import USAGE, Problem
+from mfsdp_cli.records import Record
 
 DEEPEST, MOST_VALUES = 50, 100_000  # of a file of settings
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(Record):
     """One value as somebody wrote it: dotted key, text or tree of `Plain`, str, list, dict, and where it stands."""
 
     key: str

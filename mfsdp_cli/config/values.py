@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.config.schema_grpo import GrpoSettings
+from mfsdp_cli.records import Record
 
 SETTINGS = {"sft": SftSettings, "grpo": GrpoSettings}  # kind of run -> its settings
 
@@ -36,8 +37,7 @@ class Unfit(ValueError):
         self.why, self.fix = why, fix
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(Record):
     """One setting, as the schema declares it. `type` is the annotation: "int | None", "list[str]", "dict"."""
 
     key: str

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from mfsdp_cli.config.values import kind_of
 from mfsdp_cli.errors import MfsdpError, Problem
 from mfsdp_cli.launch.footer import NotPlain, read_plain
 from mfsdp_cli.launch.host import free_disk_gib, host_memory_gib, installed_versions, list_gpus, num_cores
+from mfsdp_cli.records import Record
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
@@ -32,8 +33,7 @@ PACKAGES = (
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
-@dataclass(frozen=True)
-class ParquetFacts:
+class ParquetFacts(Record):
     """Footer of one parquet file: columns maps a name to pyarrow's word for its type; error says why it is unreadable.
 
     nulls  number of nulls by dotted path of the leaf, where the footer's statistics tell it
@@ -46,8 +46,7 @@ class ParquetFacts:
     nulls: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(Record):
     """num_gpus      GPUs that CUDA_VISIBLE_DEVICES leaves visible; the gpu_ tuples have one entry each, 0 where unknown (MIG)
     num_cpus         cores this process may use: affinity mask and cgroup quota
     host_memory_gib  physical memory, or the cgroup's limit if lower
@@ -121,8 +120,7 @@ def gather(settings: SftSettings | GrpoSettings, environ: Mapping[str, str], run
     )
 
 
-@dataclass(frozen=True)
-class _Model:
+class _Model(Record):
     """A model as far as it can be read, and what is wrong with it."""
 
     folder: Path | None = None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.config.rules_grpo import uses_reference
@@ -18,6 +17,7 @@ from mfsdp_cli.errors import MACHINE_UNFIT, Problem
 from mfsdp_cli.launch import memory
 from mfsdp_cli.launch.parameters import Shape, model_shape, num_parameters, padded_vocab
 from mfsdp_cli.launch.plan import Plan, by_tokens, longest_sequence, make_plan, micro_batch_key
+from mfsdp_cli.records import Record
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
@@ -33,8 +33,7 @@ CACHE_BESIDE_WEIGHTS = 1.25  # the least that vLLM should have, as a multiple of
 NAMED_PARTS = 3  # of the largest, in a warning
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Record):
     """Bytes of one GPU at the worst moment of a step.
 
     allocated    parts that torch counts in the trainer's process: compare with `mem` of the step line
@@ -70,8 +69,7 @@ class Memory:
         }
 
 
-@dataclass(frozen=True)
-class Disk:
+class Disk(Record):
     """Checkpoints of a run. at_once: how many lie on the disk while the last of them is written; there: how many already do."""
 
     checkpoint_bytes: int

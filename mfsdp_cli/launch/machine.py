@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from mfsdp_cli.errors import Problem
@@ -23,6 +23,7 @@ from mfsdp_cli.launch.facts import PACKAGES
 from mfsdp_cli.launch.host import (
     free_disk_gib, host_memory_gib, installed_versions, list_gpus, nearest_parent, num_cores, ray_token, read_words,
 )
+from mfsdp_cli.records import Record
 
 IMPORT_LIMIT_S = 120.0
 RAY_LIMIT_S = 30.0
@@ -43,8 +44,7 @@ print(json.dumps({"version": ray.__version__, "nodes": [{"address": n["NodeManag
 """
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(Record):
     """One line of the table: `found` is what is there, `why` and `fix` are given unless all is well."""
 
     name: str
@@ -59,8 +59,7 @@ class Check:
         return Check(problem.key, problem.found, {"error": "wrong"}.get(problem.level, problem.level), problem.why, problem.fix)
 
 
-@dataclass(frozen=True)
-class Clash:
+class Clash(Record):
     """An installed package whose own requirement another installed package does not meet."""
 
     name: str
@@ -69,16 +68,14 @@ class Clash:
     found: str
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Record):
     """What a child process said: `text` its product, or, when it failed, the line that names the reason."""
 
     ok: bool
     text: str
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(Record):
     """python, prefix        version of the interpreter, and the environment it belongs to; venv is the checkout's own, or None
     gpus                     (name, MiB, compute capability) of the visible GPUs; num_devices counts /dev/nvidia0, 1, …
     gpu_used_mib             memory in use on each GPU of the host, visible or not

@@ -10,11 +10,11 @@ been measured. `OUTSIDE` are allowances for what torch does not count.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from mfsdp_cli.launch.parameters import (
     Shape, dense_layer, dense_parameters, expert_parameters, expert_weights, outer_weights, padded_vocab, vocab_matrix,
 )
+from mfsdp_cli.records import Record
 
 FP32 = 4
 MOST_LOGITS = 2**31  # engine.forward.MOST_LOGITS: more numbers than these are formed in pieces of a quarter of it
@@ -25,8 +25,7 @@ COMMUNICATORS = 2**30  # NCCL's buffers, when there is more than one rank: an al
 FRAGMENTATION = 0.05  # of everything that is allocated anew in each micro batch: an allowance
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Record):
     """How one rank shares the model with others.
 
     dp, expert_dp  ranks that share the dense weights, and the experts
@@ -47,8 +46,7 @@ class Layout:
         return self.dp * self.tp
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(Record):
     """Bytes by part at the moment when most are allocated; `moment` says which."""
 
     moment: str

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from mfsdp_cli.config.rules_model import shape_of
+from mfsdp_cli.records import Record
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(Record):
     """What config.json says of a Qwen or Llama decoder.
 
     vocab      rows of the embedding as the model has them; `padded_vocab` gives those that Megatron allocates

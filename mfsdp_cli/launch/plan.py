@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.config.rules_grpo import uses_reference
 from mfsdp_cli.config.rules_rollout import num_engines, sampler_gpus
 from mfsdp_cli.config.values import kind_of, validates_only
+from mfsdp_cli.records import Record
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from mfsdp_cli.launch.facts import Facts
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """world_size = dp x tp x pp x cp = expert_dp x ep x etp x pp, in ranks.
 
     num_train_rows, num_val_rows   rows used, after train_max_samples and val_max_samples
@@ -54,7 +53,6 @@ class Plan:
     max_micro_batches: int
 
 
-@dataclass(frozen=True)
 class GrpoPlan(Plan):
     """What reinforcement learning adds.
 
