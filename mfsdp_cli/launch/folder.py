@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mfsdp_cli.config.schema_grpo import GrpoSettings
 
 CONFIG = "config.yaml"
+ALIVE = "alive"  # in an attempt's folder: each of its processes holds a shared lock on it, whatever became of the launcher
 # A resumed run goes on where the data order stopped; each of these keys changes which rows or weights that means.
 FIXED_ON_RESUME = {
     "sft": (
@@ -65,7 +66,8 @@ def folder_problems(run_dir: Path, settings: SftSettings | GrpoSettings, origins
     if run_dir.exists() and not run_dir.is_dir():
         return [Problem("trainer.output_dir", str(run_dir), "is a file; a run needs a folder", "name another folder",
                         origins.get("trainer.output_dir", ""), BAD_INPUT)]
-    return _lock_problems(run_dir, settings.trainer.node_rank) + _resume_problems(run_dir, settings, origins)
+    node_rank = settings.trainer.node_rank
+    return (_lock_problems(run_dir, node_rank) or _survivors(run_dir, node_rank)) + _resume_problems(run_dir, settings, origins)
 
 
 def open_attempt(run_dir: Path, settings: SftSettings | GrpoSettings, origins: dict[str, str]) -> Attempt:
@@ -79,25 +81,26 @@ def open_attempt(run_dir: Path, settings: SftSettings | GrpoSettings, origins: d
     try:
         (run_dir / "attempts").mkdir(parents=True, exist_ok=True)
         lock = open(lock_file(run_dir, node_rank), "a+", encoding="utf-8")
+        if not try_lock(lock, fcntl.LOCK_EX):
+            lock.close()
+            raise MfsdpError(_held(run_dir, node_rank))
+        if problems := _survivors(run_dir, node_rank) + _resume_problems(run_dir, settings, origins):
+            lock.close()
+            raise MfsdpError(problems)
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        lock.flush()
+        path = next_attempt(run_dir / "attempts", node_rank)
+        path.mkdir()
+        text = dump_yaml(settings)
+        _write(path / CONFIG, text)
+        if (node_rank == 0 and not validates_only(settings)) or not (run_dir / CONFIG).exists():  # it must not change how training goes on
+            _write(run_dir / CONFIG, text)
+            _write(run_dir / "origin.json", json.dumps(origins, indent=1, ensure_ascii=False) + "\n")
     except OSError as e:
         raise MfsdpError(Problem("trainer.output_dir", str(run_dir), f"the run folder cannot be written: {e.strerror}",
-                                 "choose a folder that you may write", origins.get("trainer.output_dir", ""), MACHINE_UNFIT)) from e
-    if not _try_lock(lock, fcntl.LOCK_EX):
-        lock.close()
-        raise MfsdpError(_held(run_dir, node_rank))
-    if problems := _resume_problems(run_dir, settings, origins):
-        lock.close()
-        raise MfsdpError(problems)
-    lock.truncate(0)
-    lock.write(f"pid {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    lock.flush()
-    path = next_attempt(run_dir / "attempts", node_rank)
-    path.mkdir()
-    text = dump_yaml(settings)
-    _write(path / CONFIG, text)
-    if (node_rank == 0 and not validates_only(settings)) or not (run_dir / CONFIG).exists():  # it must not change how training goes on
-        _write(run_dir / CONFIG, text)
-        _write(run_dir / "origin.json", json.dumps(origins, indent=1, ensure_ascii=False) + "\n")
+                                 "choose a folder that you may write, on a disk with room", origins.get("trainer.output_dir", ""),
+                                 MACHINE_UNFIT)) from e
     return Attempt(run_dir, path, node_rank, lock, "torchrun" if kind_of(settings) == "sft" else "the driver")
 
 
@@ -114,9 +117,20 @@ def lock_file(run_dir: Path, node_rank: int) -> Path:
 
 def next_attempt(attempts: Path, node_rank: int) -> Path:
     """attempts/001, 002, … on node 0; attempts/001-node1 … on the others, whose launchers count by themselves."""
-    suffix = "" if node_rank == 0 else f"-node{node_rank}"
-    names = [p.name.removesuffix(suffix) for p in attempts.iterdir() if p.name.endswith(suffix)] if attempts.is_dir() else []
-    return attempts / f"{max((int(n) for n in names if n.isdecimal()), default=0) + 1:03d}{suffix}"
+    last, suffix = _last_attempt(attempts, node_rank), _node_suffix(node_rank)
+    number = int(last.name.removesuffix(suffix)) if last else 0
+    return attempts / f"{number + 1:03d}{suffix}"
+
+
+def _last_attempt(attempts: Path, node_rank: int) -> Path | None:
+    suffix = _node_suffix(node_rank)
+    names = [p.name for p in attempts.iterdir() if p.name.endswith(suffix)] if attempts.is_dir() else []
+    numbered = [name for name in names if name.removesuffix(suffix).isdecimal()]
+    return attempts / max(numbered, key=lambda name: int(name.removesuffix(suffix))) if numbered else None
+
+
+def _node_suffix(node_rank: int) -> str:
+    return "" if node_rank == 0 else f"-node{node_rank}"
 
 
 def _resume_problems(run_dir: Path, settings: SftSettings | GrpoSettings, origins: dict[str, str]) -> list[Problem]:
@@ -161,10 +175,23 @@ def _lock_problems(run_dir: Path, node_rank: int) -> list[Problem]:
     if not file.is_file():
         return []
     with open(file, encoding="utf-8") as lock:  # read-only: a dry run leaves no trace
-        return [] if _try_lock(lock, fcntl.LOCK_SH) else [_held(run_dir, node_rank)]
+        return [] if try_lock(lock, fcntl.LOCK_SH) else [_held(run_dir, node_rank)]
 
 
-def _try_lock(file: TextIO, kind: int) -> bool:
+def _survivors(run_dir: Path, node_rank: int) -> list[Problem]:
+    """Processes of this node's last attempt that live on without their launcher, which was killed: they save and end, and nobody
+    may write here, nor prune what they have read, before that."""
+    path = _last_attempt(run_dir / "attempts", node_rank)
+    if path is None or not (path / ALIVE).is_file() or not os.access(path / ALIVE, os.W_OK):
+        return []
+    with open(path / ALIVE, "r+", encoding="utf-8") as file:  # some network file systems want it writable for this kind of lock
+        if try_lock(file, fcntl.LOCK_EX):
+            return []
+    return [Problem(str(path), "still at work", "its launcher is gone, and its processes are saving or ending",
+                    f"wait for them: the logs in {path.name} tell how far they are", code=MACHINE_UNFIT)]
+
+
+def try_lock(file: TextIO, kind: int) -> bool:
     """False when another launcher holds it. A file system without locks (some Lustre mounts) cannot tell: that is said."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)

@@ -7,6 +7,7 @@ behaves the same.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mfsdp_cli.errors import RUN_FAILED, MfsdpError
+from mfsdp_cli.launch.folder import ALIVE, try_lock
 from mfsdp_cli.launch.run import ASK_SIGNALS, CONSOLE_MARK, STOP_FILE
 
 
@@ -43,6 +45,9 @@ class RankProcess:
         sys.stdout.flush(), sys.stderr.flush()
         os.dup2(log, 1)
         os.dup2(log, 2)
+        self._alive = open(attempt_dir / ALIVE, "a")  # held until this process ends, however it ends
+        while not try_lock(self._alive, fcntl.LOCK_SH):  # a launcher is just looking whether anyone holds it
+            time.sleep(0.01)
         self._asked = False
         for number in ASK_SIGNALS if name is None else ():
             signal.signal(number, self._ask)
@@ -52,7 +57,7 @@ class RankProcess:
 
     def say(self, text: str) -> None:
         """A line for people, from rank 0 only; in the log too."""
-        print(text, flush=True)
+        _log(text)
         if self.rank == 0:
             try:
                 os.write(self._console, CONSOLE_MARK + text.encode() + b"\n")
@@ -74,16 +79,26 @@ class RankProcess:
         """Within the block, an exception is written to failure-NAME.json before the process ends with its exit code."""
         try:
             yield
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:  # torch's CheckpointException, for one, is no Exception
             problems = [p.to_dict() for p in error.problems] if isinstance(error, MfsdpError) else []
             code = error.exit_code if isinstance(error, MfsdpError) else RUN_FAILED
-            traceback.print_exc()
-            failure = {"rank": self.rank, "name": self.name, "time": time.time(), "type": type(error).__name__, "message": str(error)}
-            _write(self.attempt_dir / f"failure-{self.name}.json", failure | {
-                "traceback": traceback.format_exc(), "exit_code": code, "problems": problems})
-            sys.stderr.flush()
+            failure = {"rank": self.rank, "name": self.name, "time": time.time(), "type": type(error).__name__, "message": str(error),
+                       "traceback": traceback.format_exc(), "exit_code": code, "problems": problems}
+            try:
+                _write(self.attempt_dir / f"failure-{self.name}.json", failure)
+            except OSError as second:  # most likely the disk is full, and that is the failure
+                os.write(self._console, CONSOLE_MARK + f"error: {self.name}: {error} (nor can this be written: {second})".encode() + b"\n")
+            _log(failure["traceback"])
             # Interpreter shutdown would wait for other ranks in the process group's destructor.
             os._exit(code)
+
+
+def _log(text: str) -> None:
+    """A line into this process's log. A full disk costs the line, not the run: what counts is written elsewhere, and checked."""
+    try:
+        os.write(1, text.encode() + b"\n")
+    except OSError:
+        pass
 
 
 def _write(path: Path, data: dict) -> None:

@@ -17,6 +17,14 @@ import traceback
 from pathlib import Path
 
 
+class RanksFailed(RuntimeError):
+    """statuses: rank -> wait status of those that ended wrong; stopped: ranks that were still there 5 s later."""
+
+    def __init__(self, text: str, statuses: dict[int, int], stopped: list[int]):
+        super().__init__(text)
+        self.statuses, self.stopped = statuses, stopped
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -24,7 +32,7 @@ def free_port() -> int:
 
 
 def run_ranks(world_size: int, function, *args, timeout_s: float = 180, **kwargs) -> list:
-    """`function(*args, **kwargs)` on each rank; returns the ranks' results in order, or raises with the first failure's traceback."""
+    """`function(*args, **kwargs)` on each rank; returns the ranks' results in order, or raises RanksFailed with the first failure's traceback."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         pids = [_fork(rank, world_size, port, Path(folder), function, args, kwargs) for rank in range(world_size)]
@@ -72,4 +80,5 @@ def _wait(pids: list[int], folder: Path, timeout_s: float) -> None:
     logs = "\n".join(f"--- rank {p.stem}\n{p.read_text()[-3000:]}" for p in sorted(folder.glob("*.log")))
     first = stories[0].split("\n", 1)[1] if stories else f"no traceback; wait statuses {failed}, still running: {sorted(left)}"
     headline = first.strip().rsplit("\n", 1)[-1]
-    raise RuntimeError(f"{headline}\nranks failed: {sorted(failed)}, stopped: {sorted(left)}\n{first}\n{logs}")
+    text = f"{headline}\nranks failed: {sorted(failed)}, stopped: {sorted(left)}\n{first}\n{logs}"
+    raise RanksFailed(text, failed, sorted(left))
