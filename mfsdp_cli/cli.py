@@ -1,6 +1,5 @@
 """The `mfsdp` command: parses, calls one function, prints its result. Only cheap imports here: --help must be quick."""
-
-from __future__ import annotations
+# Without `from __future__ import annotations`, here and in the others with commands: typer would evaluate the text of each four times.
 
 import errno
 import io
@@ -11,9 +10,10 @@ from typing import Annotated, Literal, Optional
 
 import typer
 
-from mfsdp_cli import __version__, cli_config, cli_train
+from mfsdp_cli import __version__, cli_ckpt, cli_config, cli_train
 from mfsdp_cli.errors import BAD_INPUT, EXIT_CODES, INTERRUPTED, MACHINE_UNFIT, OK, RUN_FAILED, USAGE, MfsdpError, Problem
-from mfsdp_cli.options import STYLE, CheckpointPath, Json, NoColor, Quiet
+from mfsdp_cli.lazy import LazyTyper
+from mfsdp_cli.options import STYLE, Json, NoColor, Quiet
 from mfsdp_cli.output import Console, print_json, print_stderr, print_stdout, save_traceback, silence_stdout
 
 # What a machine may refuse, and paths that lead nowhere: no bugs of ours
@@ -36,8 +36,7 @@ of an internal error.
 CODES = "\b\nExit codes:\n" + "\n".join(f"{code:>5}  {meaning}" for code, meaning in EXIT_CODES.items()) + (
     "\n128+n  the child was killed by signal n (137: most likely the host ran out of memory)")
 
-app = typer.Typer(help=OVERVIEW, epilog=CODES, invoke_without_command=True, **STYLE)
-ckpt = typer.Typer(help="Inspect a checkpoint, export it to Hugging Face format", no_args_is_help=True, **STYLE)
+app = LazyTyper(help=OVERVIEW, epilog=CODES, invoke_without_command=True, **STYLE)
 
 
 @app.callback()
@@ -83,57 +82,7 @@ def prep_data(
     return OK
 
 
-@ckpt.command("inspect", no_args_is_help=True)
-def ckpt_inspect(
-    path: CheckpointPath,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor: name, shape, dtype, bytes")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte again and compare checksums")] = False,
-    json: Json = False, no_color: NoColor = False,
-) -> int:
-    """Say what a checkpoint holds and whether it is complete; needs no torch
-
-    \b
-    Examples:
-      mfsdp ckpt inspect runs/sft
-      mfsdp ckpt inspect runs/sft/checkpoints/step_000100 --tensors --verify
-    """
-    from mfsdp_cli.checkpoint.inspect import inspect, render
-
-    data = inspect(path, tensors=tensors, verify=verify)
-    console = Console(json=json, no_color=no_color)
-    console.problems([Problem(**p) for p in data["problems"]])
-    console.product(render(data), {"ok": data["exit_code"] == OK, **data})
-    return data["exit_code"]
-
-
-@ckpt.command("export-hf", no_args_is_help=True)
-def ckpt_export_hf(
-    path: CheckpointPath,
-    out: Annotated[str, typer.Option("--out", "-o", help="Folder to write: config, tokenizer, safetensors")],
-    dtype: Annotated[Literal["auto", "bfloat16", "float32"], typer.Option("--dtype", help="Of the weights; auto: as trained")] = "auto",
-    source: Annotated[Optional[str], typer.Option("--source", help="Source model, if it is no longer where the run found it")] = None,
-    no_forward_check: Annotated[bool, typer.Option("--no-forward-check", help="Do not load the result and run it once")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty")] = False,
-    json: Json = False, no_color: NoColor = False,
-) -> int:
-    """Write a checkpoint as a Hugging Face model, compared with the source model's index
-
-    \b
-    Examples:
-      mfsdp ckpt export-hf runs/sft -o out
-      mfsdp ckpt export-hf runs/sft/checkpoints/step_000100 -o out --dtype bfloat16
-
-    Prints the path of the folder.
-    """
-    from mfsdp_cli.launch.export import export
-
-    code, data = export(path, out, dtype=dtype, source=source, forward_check=not no_forward_check, overwrite=overwrite)
-    if code == OK or json:
-        Console(json=json, no_color=no_color).product(out, data)
-    return code
-
-
-@app.command()
+@app.command("doctor")
 def doctor(
     output: Annotated[str, typer.Option("--output", help="Where runs will be written: its disk is looked at")] = "runs",
     nnodes: Annotated[int, typer.Option("--nnodes", min=1, help="Nodes of the runs to come")] = 1,
@@ -161,10 +110,10 @@ def doctor(
 
 
 for command in (cli_train.sft, cli_train.grpo, cli_train.samples):
-    app.command(no_args_is_help=True)(command)
-app.add_typer(ckpt, name="ckpt")
+    app.command(command.__name__, no_args_is_help=True)(command)
+app.command("rules")(cli_config.rules)
+app.add_typer(cli_ckpt.app, name="ckpt")
 app.add_typer(cli_config.app, name="config")
-app.command()(cli_config.rules)
 
 
 def main() -> None:

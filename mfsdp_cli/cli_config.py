@@ -1,7 +1,5 @@
 """`mfsdp config`: settings as they resolve, and what settings there are; `mfsdp rules`. Imported by `cli`; the data comes from `config.show`."""
 
-from __future__ import annotations
-
 import json as jsonlib
 from typing import Annotated, Optional
 
@@ -11,7 +9,7 @@ from mfsdp_cli.errors import OK, exit_code_of
 from mfsdp_cli.options import STYLE, Assignments, Config, Json, Kind, NoColor, Preset, Quiet, complete_preset, complete_rule
 from mfsdp_cli.output import Console
 
-app = typer.Typer(help="Show settings, compare them, list keys and presets", no_args_is_help=True, **STYLE)
+app = typer.Typer(help="Show settings, compare them, list keys and presets", no_args_is_help=True, add_completion=False, **STYLE)
 
 
 @app.command()

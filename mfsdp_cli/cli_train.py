@@ -1,7 +1,5 @@
 """`mfsdp sft`, `mfsdp grpo`, `mfsdp samples`. Imported by `cli`; the work is in `launch` and `samples`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated, Literal, Optional

@@ -1,0 +1,62 @@
+"""`mfsdp ckpt`: what is in a checkpoint, and its way to Hugging Face format. Imported by `cli`; the work is in `checkpoint` and `launch`."""
+
+from typing import Annotated, Literal, Optional
+
+import typer
+
+from mfsdp_cli.errors import OK, Problem
+from mfsdp_cli.options import STYLE, CheckpointPath, Json, NoColor
+from mfsdp_cli.output import Console
+
+app = typer.Typer(help="Inspect a checkpoint, export it to Hugging Face format", no_args_is_help=True, add_completion=False, **STYLE)
+
+
+@app.command("inspect", no_args_is_help=True)
+def inspect(
+    path: CheckpointPath,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor: name, shape, dtype, bytes")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte again and compare checksums")] = False,
+    json: Json = False, no_color: NoColor = False,
+) -> int:
+    """Say what a checkpoint holds and whether it is complete; needs no torch
+
+    \b
+    Examples:
+      mfsdp ckpt inspect runs/sft
+      mfsdp ckpt inspect runs/sft/checkpoints/step_000100 --tensors --verify
+    """
+    from mfsdp_cli.checkpoint.inspect import inspect as look
+    from mfsdp_cli.checkpoint.inspect import render
+
+    data = look(path, tensors=tensors, verify=verify)
+    console = Console(json=json, no_color=no_color)
+    console.problems([Problem(**p) for p in data["problems"]])
+    console.product(render(data), {"ok": data["exit_code"] == OK, **data})
+    return data["exit_code"]
+
+
+@app.command("export-hf", no_args_is_help=True)
+def export_hf(
+    path: CheckpointPath,
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder to write: config, tokenizer, safetensors")],
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], typer.Option("--dtype", help="Of the weights; auto: as trained")] = "auto",
+    source: Annotated[Optional[str], typer.Option("--source", help="Source model, if it is no longer where the run found it")] = None,
+    no_forward_check: Annotated[bool, typer.Option("--no-forward-check", help="Do not load the result and run it once")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty")] = False,
+    json: Json = False, no_color: NoColor = False,
+) -> int:
+    """Write a checkpoint as a Hugging Face model, compared with the source model's index
+
+    \b
+    Examples:
+      mfsdp ckpt export-hf runs/sft -o out
+      mfsdp ckpt export-hf runs/sft/checkpoints/step_000100 -o out --dtype bfloat16
+
+    Prints the path of the folder.
+    """
+    from mfsdp_cli.launch.export import export
+
+    code, data = export(path, out, dtype=dtype, source=source, forward_check=not no_forward_check, overwrite=overwrite)
+    if code == OK or json:
+        Console(json=json, no_color=no_color).product(out, data)
+    return code
