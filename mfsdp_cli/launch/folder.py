@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mfsdp_cli.checkpoint.finding import complete_steps, latest_complete, resolve
-from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, require_complete
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, require_complete, write_atomically
 from mfsdp_cli.checkpoint.reuse import resume_problems
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, MfsdpError, Problem
@@ -93,10 +93,10 @@ def open_attempt(run_dir: Path, settings: SftSettings | GrpoSettings, origins: d
         path = next_attempt(run_dir / "attempts", node_rank)
         path.mkdir()
         text = dump_yaml(settings)
-        _write(path / CONFIG, text)
+        write_atomically(path / CONFIG, text)
         if (node_rank == 0 and not validates_only(settings)) or not (run_dir / CONFIG).exists():  # it must not change how training goes on
-            _write(run_dir / CONFIG, text)
-            _write(run_dir / "origin.json", json.dumps(origins, indent=1, ensure_ascii=False) + "\n")
+            write_atomically(run_dir / CONFIG, text)
+            write_atomically(run_dir / "origin.json", json.dumps(origins, indent=1, ensure_ascii=False) + "\n")
     except OSError as e:
         raise MfsdpError(Problem("trainer.output_dir", str(run_dir), f"the run folder cannot be written: {e.strerror}",
                                  "choose a folder that you may write, on a disk with room", origins.get("trainer.output_dir", ""),
@@ -245,9 +245,3 @@ def _parses(file: Path, kind: str) -> bool:
     except MfsdpError:
         return False
     return True
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

@@ -82,6 +82,7 @@ def loop(run: Run, log, meter) -> None:
         if run.val_prompts and not stopped and (last or due(step, trainer.test_freq)):
             record |= run.validate(log)
         if last or due(step, trainer.save_freq):
+            log.sync()
             run.save()
     done = trainer.val_only or run.step >= run.total_steps
     process.say("done" if done else "stopped on request")

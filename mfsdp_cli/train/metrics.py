@@ -9,6 +9,7 @@ resume. A resumed attempt repeats the steps after its checkpoint; `read_metrics`
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import uuid
 from collections import deque
 from pathlib import Path
 
-from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
+from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, MfsdpError, Problem
 
 METRICS = "metrics.jsonl"
 NON_FINITE = "nonfinite"
@@ -44,7 +45,7 @@ class MetricsLog:
         path = run_dir / METRICS
         self._repair(path)
         self.attempt = attempt if attempt is not None else _last_attempt(path) + 1
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "ab", buffering=0)
         if "tensorboard" in loggers:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -61,7 +62,7 @@ class MetricsLog:
     def log(self, record: dict) -> None:
         """Append one record; it is on its way to the disk when this returns. Values: numbers, strings, None, lists of these.
 
-        JSON has no NaN and infinity: such a value becomes null and "nonfinite" lists its key."""
+        JSON has no NaN and infinity: such a value becomes null and "nonfinite" lists its key. Raises MfsdpError when the disk is full."""
         if not self.is_writer:
             return
         assert "step" in record, record
@@ -69,14 +70,24 @@ class MetricsLog:
         line = {"attempt": self.attempt, "time": round(time.time(), 3)} | record | {key: None for key in lost}
         if lost:
             line[NON_FINITE] = lost
-        self._file.write(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        try:
+            data = (json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n").encode()
+            if self._file.write(data) < len(data):  # the last bytes that there was room for; the next attempt cuts them off
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise MfsdpError(Problem(self._file.name, error.strerror, f"the metrics of step {record['step']} cannot be written",
+                                     "make room there; the same command then goes on", code=MACHINE_UNFIT)) from error
         if self._tensorboard is not None:
             for key, value in record.items():
                 if key not in _BOOKKEEPING and isinstance(value, (int, float)):
                     self._tensorboard.add_scalar(key, value, record["step"])
         if self._wandb is not None:
             self._wandb.log(record)
+
+    def sync(self) -> None:
+        """What was logged is on the disk when this returns: before a checkpoint is, after which nobody would log it again."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         for sink, end in ((self._file, "close"), (self._tensorboard, "close"), (self._wandb, "finish")):

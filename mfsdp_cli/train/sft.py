@@ -62,6 +62,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     def save():
         nonlocal saved
         started = time.monotonic()
+        log.sync()
         saved = checkpoints.save(engine, settings, run_dir, source, position, total_steps, chat.end_of_turn_id)
         process.say(f"saved {saved} ({time.monotonic() - started:.1f} s)")
 

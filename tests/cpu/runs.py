@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -14,6 +15,28 @@ from mfsdp_cli.train.process import RankProcess
 TIMING = ("attempt", "time", "step_s", "data_s", "memory_gib", "tokens_per_s", "eta_s")
 
 
+def sft_settings(tiny, folder: Path, ranks: int = 2, steps: int = 20, rows: int = 50, model: str = "qwen2") -> SftSettings:
+    """A run on CPU over sums, in float32, 4 rows a step, validated every 5 steps, saved at the end; data is made in `folder`."""
+    from mfsdp_cli.data.prepare import prepare
+
+    prepare("arithmetic", input=None, out_dir=str(folder), purpose="sft", train_rows=rows, test_rows=6)
+    s = SftSettings()
+    s.model.path = str(tiny(model))
+    s.data.train_files, s.data.val_files = [str(folder / "train.parquet")], [str(folder / "test.parquet")]
+    s.data.train_batch_size, s.data.max_token_len_per_gpu = 4, 128
+    s.engine.dtype, s.engine.device = "float32", "cpu"
+    s.optim.lr, s.optim.min_lr, s.optim.eps = 1e-3, 1e-4, 1e-6
+    s.trainer.n_gpus_per_node, s.trainer.total_training_steps = ranks, steps
+    s.trainer.save_freq, s.trainer.test_freq = -1, 5
+    return s
+
+
+def changed(settings: SftSettings, **sections: dict) -> SftSettings:
+    """A copy with fields of its sections replaced: changed(s, optim={"lr": 1.0})."""
+    parts = {name: dataclasses.replace(getattr(settings, name), **fields) for name, fields in sections.items()}
+    return dataclasses.replace(settings, **parts)
+
+
 class StopsItself(RankProcess):
     """Puts the launcher's request into the attempt folder when the step before `stop_after` is told: the ranks see it one step on."""
 
@@ -22,6 +45,7 @@ class StopsItself(RankProcess):
     def say(self, text: str) -> None:
         if self.stop_after and text.startswith(f"step {self.stop_after - 1}/"):
             (self.attempt_dir / STOP_FILE).touch()
+        super().say(text)
 
 
 def _one_rank(settings: SftSettings, run_dir: Path, attempt: str, stop_after: int | None, before_train) -> None:
@@ -34,12 +58,13 @@ def _one_rank(settings: SftSettings, run_dir: Path, attempt: str, stop_after: in
     train(settings, run_dir, process)
 
 
-def train_ranks(settings: SftSettings, run_dir: Path, *, attempt: str = "001", stop_after: int | None = None, before_train=None) -> None:
-    """One attempt, as `mfsdp sft` makes it. Raises RuntimeError with the first failure's traceback.
+def train_ranks(settings: SftSettings, run_dir: Path, *, attempt: str = "001", stop_after: int | None = None, before_train=None,
+                timeout_s: float = 180) -> None:
+    """One attempt, as `mfsdp sft` makes it. Raises RanksFailed with the first failure's traceback.
 
     before_train  called on every rank, to break something there
     """
-    run_ranks(settings.trainer.n_gpus_per_node, _one_rank, settings, run_dir, attempt, stop_after, before_train)
+    run_ranks(settings.trainer.n_gpus_per_node, _one_rank, settings, run_dir, attempt, stop_after, before_train, timeout_s=timeout_s)
 
 
 def training_records(run_dir: Path) -> list[dict]:
