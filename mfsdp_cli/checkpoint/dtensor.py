@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from mfsdp_cli.checkpoint.dcp_metadata import TensorEntry, read_dcp
+from mfsdp_cli.checkpoint.storage import Reader, Writer, num_threads
 from mfsdp_cli.engine.bridge import bare_name
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
+_SHARDS: WeakKeyDictionary = WeakKeyDictionary()
 MOMENTS = ("exp_avg", "exp_avg_sq")
 UPDATES = "optimizer.num_updates"
 _TE_NAMES = (
@@ -34,13 +37,15 @@ _TE_NAMES = (
 )
 
 
-def save(engine, folder: str | Path, contents: list[str]) -> int:
-    """Write the parts of `engine` named in `contents` into `folder`. Collective. Returns the number of tensors."""
+def save(engine, folder: str | Path, contents: list[str]) -> tuple[int, dict[str, dict]]:
+    """Write the parts of `engine` named in `contents` into `folder`, and flush them to the disk. Collective. Returns the number of
+    tensors, and size and CRC-32 of every file by name, of all ranks."""
     state = _state(engine, contents)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
-    names: list = [None] * dist.get_world_size()
-    dist.all_gather_object(names, list(state))
-    return len(set().union(*names))
+    writer = Writer(folder, num_threads())
+    dcp.save(state, storage_writer=writer)
+    done: list = [None] * dist.get_world_size()
+    dist.all_gather_object(done, (list(state), writer.files))
+    return len(set().union(*(names for names, _ in done))), {name: entry for _, files in done for name, entry in files.items()}
 
 
 def load(engine, folder: str | Path, contents: list[str]) -> list[Problem]:
@@ -90,7 +95,6 @@ class _Parameters:
 
 def _state(engine, contents: list[str]) -> dict[str, torch.Tensor]:
     """name -> DTensor that shares memory with the engine; loading into it loads the engine."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
     from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict, handle_swiglu_in_state_dict
 
     model = engine.module.module
@@ -101,19 +105,39 @@ def _state(engine, contents: list[str]) -> dict[str, torch.Tensor]:
         moments = {"state": {f"module.{bare_name(n)}": entry for n, entry in engine.optimizer_state().items()}}
     weights, moments = handle_swiglu_in_state_dict(_Parameters(model), weights, moments)
     weights = handle_experts_in_state_dict(weights, engine.module.config.num_moe_experts)
+    weights = {canonical(name): tensor for name, tensor in weights.items()}
+    shards = _shards(engine, weights)
     state: dict[str, torch.Tensor] = {}
     if "model" in contents:
-        state |= {f"model.{canonical(name)}": tensor for name, tensor in weights.items()}
+        state |= {f"model.{name}": _placed(tensor, shards[name]) for name, tensor in weights.items()}
     if moments is not None:
         for name, entry in moments["state"].items():
-            state |= {f"optimizer.state.{canonical(name)}.{moment}": entry[moment] for moment in MOMENTS}
-    state = dict(sorted(state.items()))  # the order of collectives must be the same on every rank
-    preprocess_state_dict_for_uneven_dtensor(state)
-    if moments is not None:
+            name = canonical(name)
+            state |= {f"optimizer.state.{name}.{moment}": _placed(entry[moment], shards[name]) for moment in MOMENTS}
         state[UPDATES] = torch.tensor(engine.num_updates)
     if "extra" in contents:
         state |= {f"rng.{dist.get_rank():05d}.{k}": v for k, v in _rng().items()}
     return state
+
+
+def _shards(engine, weights: dict[str, DTensor]) -> dict[str, tuple]:
+    """name -> how DCP is told which part of the whole tensor this rank holds: Megatron-FSDP's shards are uneven. Collective at
+    an engine's first save or load: several collectives a tensor, so that of its moments, which are cut as it is, and those of
+    later saves are spared."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+
+    if engine not in _SHARDS:
+        preprocess_state_dict_for_uneven_dtensor(weights)  # in the order of the names, the same on every rank
+        parts = {name: tensor._local_tensor for name, tensor in weights.items()}  # to_local() may give another object each time
+        _SHARDS[engine] = {name: (part.shape, part.__create_chunk_list__, part.__create_write_items__) for name, part in parts.items()}
+    return _SHARDS[engine]
+
+
+def _placed(tensor: DTensor, shard: tuple) -> DTensor:
+    part = tensor._local_tensor
+    shape, part.__create_chunk_list__, part.__create_write_items__ = shard
+    assert part.shape == shape, (part.shape, shape)
+    return tensor
 
 
 def stored_tensors(folder: str | Path) -> dict[str, TensorEntry]:
@@ -129,11 +153,11 @@ def stored_tensors(folder: str | Path) -> dict[str, TensorEntry]:
 
 def read_into(state: dict[str, torch.Tensor], folder: str | Path, stored: dict[str, TensorEntry], contents: list[str]) -> None:
     """Fill the tensors of `state`, DTensors or plain ones, in place; strictly, as `load` says. Collective."""
-    _compare(folder, state, stored, contents)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    compare(folder, state, stored, contents)
+    dcp.load(state, storage_reader=Reader(folder, num_threads()))
 
 
-def _compare(folder, state: dict[str, torch.Tensor], stored: dict[str, TensorEntry], contents: list[str]) -> None:
+def compare(folder, state: dict[str, torch.Tensor], stored: dict[str, TensorEntry], contents: list[str]) -> None:
     """Raise unless the checkpoint holds exactly the tensors wanted, over all ranks, in the same shapes."""
     mine = {name: tuple(t.shape) for name, t in state.items()}
     everywhere: list = [None] * dist.get_world_size()

@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -63,14 +64,22 @@ class Manifest:
     files: dict[str, dict] = field(default_factory=dict)
 
 
-def write_manifest(folder: str | Path, manifest: Manifest) -> Manifest:
-    """Flush every file under `folder` to the disk, take size and CRC-32, and write manifest.json last."""
+def write_manifest(folder: str | Path, manifest: Manifest, flushed: Mapping[str, dict] = {}) -> Manifest:
+    """Flush every file under `folder` to the disk, take size and CRC-32, and write manifest.json last.
+
+    flushed  entries of files that their writers have flushed and summed up already: only their size is checked. Raises OSError
+             when it differs.
+    """
     folder = Path(folder)
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    for path in paths:
+    paths = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MANIFEST}
+    rest = [path for name, path in paths.items() if name not in flushed]
+    for path in rest:
         flush(path)
-    checksums = _crc32_all(paths)
-    files = {p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "crc32": c} for p, c in zip(paths, checksums)}
+    checksums = dict(zip(rest, _crc32_all(rest)))
+    files = {n: flushed[n] if n in flushed else {"bytes": p.stat().st_size, "crc32": checksums[p]} for n, p in paths.items()}
+    for name, entry in flushed.items():
+        if (size := _size(folder / name)) != entry["bytes"]:
+            raise OSError(f"{folder / name}: {entry['bytes']:,} bytes were written, and the disk has {size}")
     manifest = replace(manifest, files=files)
     for subfolder in [p for p in folder.rglob("*") if p.is_dir()]:
         flush(subfolder)
@@ -212,7 +221,7 @@ def flush(path: Path) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
-    with open(part, "w") as file:
+    with open(part, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -10,31 +10,36 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from mfsdp_cli.checkpoint.manifest import LATEST, OLD, TMP, Manifest, flush, is_complete, step_folder, write_atomically, write_manifest
 
 
 def begin(checkpoints_dir: str | Path, step: int) -> Path:
-    """An empty folder to write step `step` into. Removes what an interrupted save of the same step left."""
+    """An empty folder to write step `step` into. Removes first what interrupted saves and deletions left, of any step: one run writes
+    here at a time, and it may need the room."""
     checkpoints_dir = Path(checkpoints_dir)
-    checkpoints_dir.mkdir(parents=True, exist_ok=True)
+    if not checkpoints_dir.is_dir():
+        checkpoints_dir.mkdir(parents=True)
+        flush(checkpoints_dir.parent)
+    for remains in checkpoints_dir.glob(f"step_*{TMP}"):
+        shutil.rmtree(remains)
     _settle_old(checkpoints_dir / step_folder(step))
     tmp = checkpoints_dir / (step_folder(step) + TMP)
-    if tmp.exists():
-        shutil.rmtree(tmp)
     tmp.mkdir()
     return tmp
 
 
-def commit(tmp: str | Path, manifest: Manifest) -> Path:
+def commit(tmp: str | Path, manifest: Manifest, flushed: Mapping[str, dict] = {}) -> Path:
     """Make the folder that `begin` gave a checkpoint and point `latest` at it. On one rank, after a barrier.
+    flushed: as in `write_manifest`.
 
     An existing folder of that step is replaced: it steps aside as `.old`, which still counts as the step, until the
     new one has its name."""
     tmp = Path(tmp)
     assert tmp.name == step_folder(manifest.step) + TMP, (tmp, manifest.step)
-    write_manifest(tmp, manifest)
+    write_manifest(tmp, manifest, flushed)
     final, old = tmp.with_suffix(""), tmp.with_suffix(OLD)
     if final.exists():
         os.rename(final, old)

@@ -15,6 +15,7 @@ from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, DIST_CKPT, HUGGINGFACE, M
 from mfsdp_cli.checkpoint.reuse import SOURCE_INDEX, ModelSource, load_contents, model_checkpoint, resume_problems
 from mfsdp_cli.config.schema import OptimSettings, SftSettings
 from mfsdp_cli.errors import MfsdpError, Problem
+from mfsdp_cli.train.save_failure import explained, on_first_rank
 
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformers")
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -89,15 +90,13 @@ def build_engine(settings: SftSettings, source: ModelSource, resume: Resume | No
 
 def save(engine, settings: SftSettings, run_dir: Path, source: ModelSource, position: Position, total_steps: int,
          end_of_turn_id: int) -> Path:
-    """Write RUN/checkpoints/step_N and drop what retention no longer keeps. Collective. Returns the folder."""
+    """Write RUN/checkpoints/step_N and drop what retention no longer keeps. Collective. Returns the folder. Raises MfsdpError on
+    every rank when one cannot write; what was saved before is left alone."""
     checkpoints = run_dir / CHECKPOINTS
     tmp = checkpoints / (manifest.step_folder(position.step) + manifest.TMP)
-    if dist.get_rank() == 0:
-        saving.begin(checkpoints, position.step)
-    dist.barrier()
     contents = settings.checkpoint.save_contents
-    num_tensors = dtensor.save(engine, tmp / DIST_CKPT, contents)
-    if dist.get_rank() == 0:
+
+    def finish() -> None:
         if "model" in contents:
             copy_huggingface_files(source.folder, tmp / HUGGINGFACE, end_of_turn_id, settings.model.trust_remote_code)
             # an export is checked against it, also when the source is gone
@@ -105,9 +104,14 @@ def save(engine, settings: SftSettings, run_dir: Path, source: ModelSource, posi
         (tmp / "trainer.json").write_text(json.dumps({
             "step": position.step, "samples_consumed": position.samples_consumed, "total_steps": total_steps, "seed": settings.trainer.seed,
         }, indent=1) + "\n")
-        saving.commit(tmp, _manifest(engine, settings, position, total_steps, num_tensors))
+        flushed = {f"{DIST_CKPT}/{name}": entry for name, entry in files.items()}
+        saving.commit(tmp, _manifest(engine, settings, position, total_steps, num_tensors), flushed)
         retention.prune(checkpoints, settings.trainer.max_ckpt_to_keep)
-    dist.barrier()
+
+    with explained(tmp, position.step):
+        on_first_rank(lambda: saving.begin(checkpoints, position.step))
+        num_tensors, files = dtensor.save(engine, tmp / DIST_CKPT, contents)
+        on_first_rank(finish)
     return checkpoints / manifest.step_folder(position.step)
 
 
