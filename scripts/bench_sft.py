@@ -10,23 +10,11 @@ Prints one line a contender: tokens/s, model FLOP utilisation (6 x parameters x 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
 
-SHAPES = {  # Qwen2.5's
-    "tiny": dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=4096,
-                 tie_word_embeddings=True),
-    "0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936,
-                 tie_word_embeddings=True),
-    "1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, vocab_size=151936,
-                 tie_word_embeddings=True),
-    "3b": dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2, vocab_size=151936,
-               tie_word_embeddings=True),
-    "7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064,
-               tie_word_embeddings=False),
-}
+from shapes import SHAPES, write_config
 
 
 def main() -> None:
@@ -58,11 +46,7 @@ def ours(args):
     settings = EngineSettings(recompute=args.recompute, dtype="bfloat16")
     device = init_distributed(settings, 600)
     with tempfile.TemporaryDirectory() as folder:
-        config = SHAPES[args.shape] | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768,
-                                       "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16"}
-        with open(f"{folder}/config.json", "w") as file:
-            json.dump(config, file)
-        engine = MegatronEngine(folder, settings, OptimSettings(), device=device, load_weights=False)
+        engine = MegatronEngine(str(write_config(folder, args.shape)), settings, OptimSettings(), device=device, load_weights=False)
     generator = torch.Generator().manual_seed(0)
     samples = []
     for row in range(args.tokens // args.seq):
