@@ -33,8 +33,8 @@ ALLOWED = {
     "types": set(),
     "config": {"config", "rewards.base", "rewards.gsm8k", "rewards.numbers"},
     "config.from_verl": {"config", "launch.facts"},  # the facts of no machine, for the rules that need none
-    "launch": {"launch", "config", "output", "checkpoint.manifest", "checkpoint.finding", "checkpoint.inspect", "checkpoint.dcp_metadata",
-               "checkpoint.reuse", "rewards.custom"},
+    "launch": {"launch", "config", "output", "checkpoint.manifest", "checkpoint.finding", "checkpoint.export_target", "checkpoint.inspect",
+               "checkpoint.dcp_metadata", "checkpoint.reuse", "rewards.custom"},
     "data": {"data"},
     "data.convert": {"data", "rewards.latex"},  # one reading of a box, in golds and in responses
     "engine": {"engine"},
@@ -42,14 +42,18 @@ ALLOWED = {
     "rewards": {"rewards"},
     "checkpoint": {"checkpoint"},
     "checkpoint.dtensor": {"checkpoint", "engine"},
+    "checkpoint.export_progress": {"output"},
+    "checkpoint.export_proof": {"checkpoint", "engine"},
+    "checkpoint.stored_weights": {"checkpoint", "engine"},
     "checkpoint.export_hf": {"checkpoint", "engine", "output"},  # a program of its own, which tells problems as the others do
     # of launch: arithmetic and contract of the launcher
     "train": {"train", "engine", "rollout", "rewards", "data", "checkpoint", "config", "launch.plan", "launch.run"},
 }
 # Parts of a package that are front end although the rest of it is not.
 FRONT_MODULES = ("config", "launch", "data.prepare", "data.sources", "data.convert", "checkpoint.manifest", "checkpoint.finding",
-                 "checkpoint.saving", "checkpoint.retention", "checkpoint.inspect", "checkpoint.dcp_metadata", "checkpoint.hf_folder",
-                 "checkpoint.layouts", "checkpoint.reuse", "rewards.custom", "rewards.base", "rewards.gsm8k", "rewards.numbers", "rewards.latex")
+                 "checkpoint.saving", "checkpoint.retention", "checkpoint.inspect", "checkpoint.dcp_metadata", "checkpoint.dcp_pickle",
+                 "checkpoint.hf_folder", "checkpoint.layouts", "checkpoint.export_source", "checkpoint.export_target", "checkpoint.reuse",
+                 "rewards.custom", "rewards.base", "rewards.gsm8k", "rewards.numbers", "rewards.latex")
 
 
 def modules():

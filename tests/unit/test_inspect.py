@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import struct
 import subprocess
@@ -12,57 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from dcp_for_tests import written_by_torch
 
 from mfsdp_cli.checkpoint import manifest, saving
-from mfsdp_cli.checkpoint.dcp_metadata import read_dcp
 from mfsdp_cli.checkpoint.hf_folder import read_hf
 from mfsdp_cli.checkpoint.inspect import inspect, render, size_words
 from mfsdp_cli.errors import BAD_INPUT, MISMATCH, OK, MfsdpError
 
 REPO = Path(__file__).parents[2]
 
-# Two ranks and names as Megatron-FSDP gives them; 3 rows on 2 ranks are an uneven split. Forked, so torch is imported once.
-WRITER = """
-import os, sys
-import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-root = sys.argv[1]
-
-def main(rank):
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    def put(*shape, dtype=torch.float32, how=Shard(0)):
-        return distribute_tensor(torch.ones(*shape, dtype=dtype), mesh, [how])
-    fc1, emb, bf16 = "module.decoder.layers.0.mlp.linear_fc1.weight", "module.embedding.word_embeddings.weight", torch.bfloat16
-    state = {
-        "model": {emb: put(6, 4, dtype=bf16), fc1 + "_w": put(3, 4, dtype=bf16), fc1 + "_v": put(3, 4, dtype=bf16),
-                  "module.decoder.final_layernorm.weight": put(4, how=Replicate())},
-        "optimizer": {"state": {"module." + name: {"exp_avg": put(rows, 4), "exp_avg_sq": put(rows, 4)}
-                                for name, rows in ((emb, 6), (fc1 + "_w", 3), (fc1 + "_v", 3))},
-                      "param_groups": [{"lr": 1e-5, "betas": (0.9, 0.95), "step": torch.tensor(7.0)}]},
-        "extra": {"rng": b"bytes"},
-    }
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{root}/dcp"))
-    dist.destroy_process_group()
-
-children = []
-for rank in range(2):
-    pid = os.fork()
-    if pid == 0:
-        main(rank)
-        os._exit(0)
-    children.append(pid)
-sys.exit(max(os.waitpid(pid, 0)[1] for pid in children) != 0)
-"""
-
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("written")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WRITER, str(root)], capture_output=True, text=True,
-                          env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    return root / "dcp"
+    return written_by_torch(tmp_path_factory) / "dcp"
 
 
 @pytest.fixture
@@ -100,79 +61,6 @@ def mfsdp_step(run: Path, written: Path, step: int, contents=("model", "optimize
         step=step, total_steps=400, samples_consumed=8 * step, contents=list(contents), dtype="bfloat16", padded_vocab_size=512,
         topology={"world": 2, "dp": 2, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1}, architecture="Qwen2ForCausalLM",
         source_model="Qwen/Qwen2.5-Math-7B", num_tensors=11, versions={"torch": "2.11.0"}))
-
-
-# ---------------------------------------------------------------- .metadata
-
-def test_tensors_chunks_and_files_are_those_that_torch_wrote(dcp):
-    found = read_dcp(dcp)
-    assert found.problems == ()
-    by_name = {entry.name: entry for entry in found.tensors}
-    assert len(by_name) == 11
-    both = ("__0_0.distcp", "__1_0.distcp")
-    emb = by_name["model.module.embedding.word_embeddings.weight"]
-    assert (emb.shape, emb.dtype, emb.num_chunks, emb.files, emb.num_bytes) == ((6, 4), "bfloat16", 2, both, 48)
-    moment = by_name["optimizer.state.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.exp_avg_sq"]
-    assert (moment.shape, moment.dtype, moment.num_chunks, moment.files, moment.num_bytes) == ((3, 4), "float32", 2, both, 48)
-    norm = by_name["model.module.decoder.final_layernorm.weight"]
-    assert (norm.num_chunks, len(norm.files), norm.num_bytes) == (1, 1, 16)
-    step = by_name["optimizer.param_groups.0.step"]
-    assert (step.shape, step.num_elements, step.num_bytes) == ((), 1, 4)
-    assert sorted(found.objects) == ["extra.rng", "optimizer.param_groups.0.betas", "optimizer.param_groups.0.lr"]
-    assert found.files == {name: (dcp / name).stat().st_size for name in both}
-
-
-def test_a_missing_and_a_truncated_file_are_both_told(dcp):
-    first, second = dcp / "__0_0.distcp", dcp / "__1_0.distcp"
-    size = first.stat().st_size
-    os.truncate(first, size - 1)
-    second.unlink()
-    problems = {Path(p.key).name: p for p in read_dcp(dcp).problems}
-    assert problems["__1_0.distcp"].found == "missing"
-    assert problems["__0_0.distcp"].found == f"{size - 1:,} bytes" and f"up to byte {size:,}" in problems["__0_0.distcp"].why
-    assert all(p.code == BAD_INPUT for p in problems.values())
-
-
-class Attack:
-    def __init__(self, target):
-        self.target = target
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.target}",)
-
-
-@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-def test_a_pickle_that_calls_a_function_is_refused_and_not_run(tmp_path, protocol):
-    evidence = tmp_path / "ran"
-    (tmp_path / ".metadata").write_bytes(pickle.dumps({"model": Attack(evidence)}, protocol))
-    with pytest.raises(MfsdpError, match="may be an attack") as caught:
-        read_dcp(tmp_path)
-    assert caught.value.problems[0].found.endswith(".system") and caught.value.exit_code == BAD_INPUT
-    assert not evidence.exists()
-
-
-@pytest.mark.parametrize("name", ["builtins eval", "builtins getattr", "builtins __import__", "torch load", "os system",
-                                  "collections Counter",
-                                  "torch.distributed.checkpoint.metadata os", "mfsdp_cli.errors MfsdpError"])
-def test_only_the_listed_names_are_known(tmp_path, name):
-    (tmp_path / ".metadata").write_bytes(b"c" + name.replace(" ", "\n").encode() + b"\n(S'1'\ntR.")
-    with pytest.raises(MfsdpError, match="may be an attack") as caught:
-        read_dcp(tmp_path)
-    assert caught.value.problems[0].found == name.replace(" ", ".")
-
-
-def test_damaged_metadata_is_an_error_at_every_length(dcp):
-    data = (dcp / ".metadata").read_bytes()
-    for length in range(0, len(data), 37):
-        (dcp / ".metadata").write_bytes(data[:length])
-        with pytest.raises(MfsdpError, match="damaged or cut short"):
-            read_dcp(dcp)
-    (dcp / ".metadata").write_bytes(pickle.dumps({"not": "metadata"}))
-    with pytest.raises(MfsdpError, match="damaged"):
-        read_dcp(dcp)
-    (dcp / ".metadata").unlink()
-    with pytest.raises(MfsdpError, match="did not finish"):
-        read_dcp(dcp)
 
 
 # ---------------------------------------------------------------- inspect
