@@ -40,7 +40,11 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan, planner) -> Future:
         with _without_zip_checksums():
-            done = super().write_data(plan, planner)
+            try:
+                done = super().write_data(plan, planner)
+            except Exception:
+                if not self.fs.errors:
+                    raise
         if self.fs.errors:
             raise self.fs.errors[0]
         assert len(done.value()) == len(plan.items), f"{len(done.value())} of {len(plan.items)} parts written"
@@ -68,8 +72,11 @@ class Reader(dcp.FileSystemReader):
 
 def num_threads() -> int:
     """Threads for one rank's files: its share of the cores that this process may use."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks_here))
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // num_ranks_here()))
+
+
+def num_ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _place(stored) -> tuple[str, int]:
@@ -101,12 +108,20 @@ class _Files(FileSystem):
                 yield counted
             self.written[Path(path).name] = {"bytes": counted.num_bytes, "crc32": f"{counted.crc32:08x}"}
         except BaseException as error:
-            self.errors.append(error)
+            self.errors.append(_root(error))
             raise
 
     def rename(self, path, new_path) -> None:
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+def _root(error: BaseException) -> BaseException:
+    """The failed write, where torch's zip writer, ending its file all the same, has raised something else over it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
 
 
 class _Counted:
