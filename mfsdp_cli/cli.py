@@ -118,6 +118,9 @@ app.add_typer(cli_config.app, name="config")
 
 def main() -> None:
     """The console script: run, then leave with the exit code of what happened."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # a shell can close them: `mfsdp … >&-`
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # in this order it takes the same file descriptor, which children get
     args = sys.argv[1:]
     code = guarded(lambda: app(args, prog_name="mfsdp", standalone_mode=False), args)
     try:

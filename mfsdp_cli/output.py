@@ -1,18 +1,16 @@
 """What goes where: the product of a command on stdout, everything said to people on stderr.
 
-Nothing here imports more than the standard library at module level; rich is imported when a bar is drawn.
+Nothing here imports more than the standard library at module level, and of it only what every command needs; rich is imported when a
+bar is drawn.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,6 +114,12 @@ def print_stdout(text: str) -> None:
         silence_stdout()
 
 
+def printable(text: str) -> str:
+    """Text from a model or from another's file may hold anything; what would move the cursor or colour the terminal becomes the
+    replacement character."""
+    return "".join(c if c == "\n" or c.isprintable() else "\ufffd" for c in text)
+
+
 def silence_stdout() -> None:
     """Point fd 1 at the null device, so that neither we nor the interpreter's last flush meet the broken pipe again."""
     null = os.open(os.devnull, os.O_WRONLY)
@@ -146,6 +150,9 @@ def crash_folder(folder: Path):
 
 def save_traceback(bug: Exception) -> Path:
     """Write the traceback into the run folder's attempt if it got that far, else into the temporary folder."""
+    import tempfile
+    import traceback
+
     text = "".join(traceback.format_exception(bug))
     folder = getattr(bug, "crash_folder", Path(tempfile.gettempdir()))
     handle, name = tempfile.mkstemp(prefix="mfsdp-crash-", suffix=".txt", dir=folder)
@@ -156,6 +163,8 @@ def save_traceback(bug: Exception) -> Path:
 
 def print_json(data: dict) -> None:
     """One object on stdout. JSON has no NaN: such numbers become null and "non_finite" names them."""
+    import json
+
     non_finite: list[str] = []
     clean = {"schema": JSON_SCHEMA, **_finite(data, "", non_finite)}
     if non_finite:

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from mfsdp_cli.errors import BAD_INPUT, MISMATCH, MfsdpError, Problem
+from mfsdp_cli.records import Record
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -28,6 +30,7 @@ CHECKPOINTS = "checkpoints"
 DIST_CKPT = "dist_ckpt"
 HUGGINGFACE = "huggingface"
 TMP, OLD = ".tmp", ".old"
+ADDED = {"metrics": {}, "best_metric": ""}  # what checkpoints of earlier versions lack, and what that means
 _BLOCK_BYTES = 8 << 20
 _MOST_LISTED = 10
 
@@ -36,8 +39,7 @@ def step_folder(step: int) -> str:
     return f"step_{step:06d}"
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Record):
     """What a checkpoint holds and how it was made; `files` is filled in by `write_manifest`.
 
     samples_consumed  conversations seen since step 0, over all ranks: the position in the data
@@ -45,6 +47,8 @@ class Manifest:
     topology          ranks: world, dp, tp, pp, cp, ep, etp
     source_model      what the run started from: Hugging Face folder, hub id or checkpoint
     created           UTC, ISO 8601
+    metrics           of the validation at this step, None for what was not a number; without one, empty
+    best_metric       the one by which the run judges (trainer.best_metric)
     files             relative path -> {"bytes": size, "crc32": 8 hex digits}; the manifest itself is not in it
     """
 
@@ -62,6 +66,8 @@ class Manifest:
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     schema: int = SCHEMA
     files: dict[str, dict] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    best_metric: str = ""
 
 
 def write_manifest(folder: str | Path, manifest: Manifest, flushed: Mapping[str, dict] = {}) -> Manifest:
@@ -156,6 +162,7 @@ def _read_manifest(folder: Path) -> Manifest:
     if data["schema"] > SCHEMA:
         raise _bad(path, f"schema {data['schema']}", f"written by a newer mfsdp; this one reads schema {SCHEMA}", "update mfsdp")
     known = {f.name: f.type for f in fields(Manifest)}
+    data = ADDED | data
     if lacking := sorted(known.keys() - data.keys()):
         raise _bad(path, f"without {', '.join(lacking)}", "the manifest lacks required keys", "use another checkpoint")
     if wrong := [name for name, kind in known.items() if not _fits(data[name], kind)]:
@@ -176,6 +183,8 @@ def _fits(value, kind: str) -> bool:
         return isinstance(value, dict) and all(_fits(v, inner.partition(", ")[2] or inner) for v in value.values())
     if outer == "list":
         return isinstance(value, list) and all(_fits(v, inner) for v in value)
+    if outer == "float | None":
+        return value is None or (type(value) is float and math.isfinite(value)) or _fits(value, "int")
     return isinstance(value, {"str": str, "": object}[outer])
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mfsdp_cli.checkpoint.finding import is_step_folder, resolve
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, DIST_CKPT, HUGGINGFACE, Manifest, require_complete
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
+from mfsdp_cli.records import Record
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 SOURCE_INDEX = "source_index.json"
 
 
-@dataclass(frozen=True)
-class ModelSource:
+class ModelSource(Record):
     """The model that a run starts from.
 
     folder      configuration and tokenizer, and the weights when there is no checkpoint

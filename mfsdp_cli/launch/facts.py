@@ -142,7 +142,7 @@ def _model(path: str | None, environ: Mapping[str, str]) -> _Model:
         return _Model(error=": ".join(word for word in (first.key, first.found, first.why) if word and word != path) + more, fix=first.fix)
     if source is not None:
         config, error = _model_config(source.folder)
-        weights = tuple(sorted(f"{DIST_CKPT}/{p.name}" for p in (source.checkpoint / DIST_CKPT).glob("*.distcp")))
+        weights = tuple(f"{DIST_CKPT}/{name}" for name in _names(source.checkpoint / DIST_CKPT, ".distcp"))
         return _Model(source.folder, config, weights, error, source=source, warnings=tuple(warnings))
     folder, error = find_model(path, environ)
     config, config_error = _model_config(folder)
@@ -248,7 +248,7 @@ def _weight_files(folder: Path | None) -> tuple[tuple[str, ...], str]:
     if folder is None:
         return (), ""
     index = folder / "model.safetensors.index.json"
-    found = sorted(p.name for p in folder.glob("*.safetensors")) or sorted(p.name for p in folder.glob("*.bin"))
+    found = _names(folder, ".safetensors") or _names(folder, ".bin")
     if index.is_file():
         try:
             named = sorted({str(Path(name)) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
@@ -260,6 +260,10 @@ def _weight_files(folder: Path | None) -> tuple[tuple[str, ...], str]:
             return tuple(found), f"{index} names {len(named)} files, of which {len(missing)} are missing: {', '.join(missing[:3])}"
     broken = [text for text in (_safetensors_error(folder / name) for name in found if name.endswith(".safetensors")) if text]
     return tuple(found), "; ".join(broken[:3])
+
+
+def _names(folder: Path, ending: str) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.endswith(ending)) if folder.is_dir() else []
 
 
 def _safetensors_error(file: Path) -> str:

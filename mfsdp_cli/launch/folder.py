@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -19,6 +19,7 @@ from mfsdp_cli.checkpoint.reuse import resume_problems
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, MfsdpError, Problem
 from mfsdp_cli.output import print_stderr
+from mfsdp_cli.records import Record
 
 if TYPE_CHECKING:
     from mfsdp_cli.config.schema import SftSettings
@@ -39,8 +40,7 @@ FIXED_ON_RESUME = {
 }
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(Record):
     """One start of a run on one node. `path` is RUN/attempts/NNN; the lock is held while `lock` is open; `program` is what
     the launcher starts, in words."""
 

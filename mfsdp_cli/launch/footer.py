@@ -7,7 +7,7 @@ pyarrow. Formats: github.com/apache/parquet-format (Thrift's compact protocol); 
 
 from __future__ import annotations
 
-import base64
+import binascii
 import os
 import struct
 
@@ -29,7 +29,7 @@ def read_plain(path: str) -> tuple[int, dict[str, str], dict[str, int]]:
     try:
         metadata = _Thrift(_footer(path)).struct()
         keys = {entry[1]: entry.get(2, b"") for entry in metadata.get(5, [])}
-        if b"ARROW:schema" in keys and not _is_plain_arrow(base64.b64decode(keys[b"ARROW:schema"])):
+        if b"ARROW:schema" in keys and not _is_plain_arrow(binascii.a2b_base64(keys[b"ARROW:schema"])):
             raise NotPlain
         elements = iter(metadata[2])
         rows, columns = metadata[3], dict(_fields(elements, next(elements)[5]))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import signal
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from mfsdp_cli.checkpoint.finding import latest_complete
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS
 from mfsdp_cli.errors import OK, RUN_FAILED, SIGNAL_BASE, STOPPED, Problem
 from mfsdp_cli.launch.folder import Attempt
+from mfsdp_cli.records import Record
 
 TAIL_LINES = 15
 TAIL_BYTES = 1 << 14
@@ -32,8 +33,7 @@ OUT_OF_MEMORY = {
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(Record):
     """status      done, stopped (state is saved), interrupted (nothing to save), failed, killed
     checkpoint  last complete checkpoint of the run folder, None when there is none
     step, metrics  of the last step, as far as the ranks told

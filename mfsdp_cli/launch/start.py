@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mfsdp_cli.checkpoint.finding import complete_steps
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS
@@ -20,15 +20,16 @@ from mfsdp_cli.launch.command import child_command, child_environment, shell_lin
 from mfsdp_cli.launch.facts import Facts, gather
 from mfsdp_cli.launch.fit import disk_problems, memory_problems
 from mfsdp_cli.launch.folder import folder_problems, open_attempt, record_command, run_folder
-from mfsdp_cli.launch.outcome import Outcome, describe
 from mfsdp_cli.launch.plan import Plan, make_plan
 from mfsdp_cli.launch.reward import function_problems, reward_problems
-from mfsdp_cli.launch.run import run
 from mfsdp_cli.output import Console, crash_folder, print_stderr
+from mfsdp_cli.records import Record
+
+if TYPE_CHECKING:
+    from mfsdp_cli.launch.outcome import Outcome
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(Record):
     """Settings that have been looked at from all sides; `problems` of level error keep them from starting."""
 
     settings: SftSettings | GrpoSettings
@@ -74,6 +75,8 @@ def start(checked: Checked, called: list[str], console: Console) -> Outcome:
 
     called  the command line that brought us here, for command.txt
     """
+    from mfsdp_cli.launch.run import run
+
     settings = checked.settings
     attempt = open_attempt(checked.run_dir, settings, checked.origins)
     with attempt.lock, crash_folder(attempt.path):
@@ -91,6 +94,8 @@ def tell(outcome: Outcome, console: Console, val_only: bool = False) -> int:
     the exit code."""
     if outcome.status in ("failed", "killed"):
         console.problems(outcome.problems)
+        from mfsdp_cli.launch.outcome import describe
+
         print_stderr(f"error: {describe(outcome)}")
     elif outcome.message:
         print_stderr(f"warning: {outcome.message}")
