@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Optional
 import typer
 
 from mfsdp_cli.errors import OK, Problem
-from mfsdp_cli.options import STYLE, CheckpointPath, Json, NoColor
+from mfsdp_cli.options import STYLE, CheckpointPath, Json, NoColor, Quiet
 from mfsdp_cli.output import Console
 
 app = typer.Typer(help="Inspect a checkpoint, export it to Hugging Face format", no_args_is_help=True, add_completion=False, **STYLE)
@@ -40,23 +40,29 @@ def export_hf(
     path: CheckpointPath,
     out: Annotated[str, typer.Option("--out", "-o", help="Folder to write: config, tokenizer, safetensors")],
     dtype: Annotated[Literal["auto", "bfloat16", "float32"], typer.Option("--dtype", help="Of the weights; auto: as trained")] = "auto",
-    source: Annotated[Optional[str], typer.Option("--source", help="Source model, if it is no longer where the run found it")] = None,
+    source: Annotated[Optional[str], typer.Option("--source", help="Folder of the source model, where the checkpoint has no index of it")] = None,
     no_forward_check: Annotated[bool, typer.Option("--no-forward-check", help="Do not load the result and run it once")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty")] = False,
-    json: Json = False, no_color: NoColor = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a Hugging Face folder that is there")] = False,
+    json: Json = False, quiet: Quiet = False, no_color: NoColor = False,
 ) -> int:
-    """Write a checkpoint as a Hugging Face model, compared with the source model's index
+    """Write a checkpoint as a Hugging Face model, compared with the source model's index and run against the shards
+
+    \b
+    One process on the CPU. At its peak it holds a few times the largest tensor, and for the
+    check one layer of the model. Checkpoints of verl's Megatron-FSDP path are exported too.
 
     \b
     Examples:
       mfsdp ckpt export-hf runs/sft -o out
       mfsdp ckpt export-hf runs/sft/checkpoints/step_000100 -o out --dtype bfloat16
+      mfsdp ckpt export-hf ckpts/global_step_20/actor -o out --source Qwen2.5-Math-7B
 
-    Prints the path of the folder.
+    Prints the path of the folder, which exists only when every check has passed.
     """
     from mfsdp_cli.launch.export import export
 
-    code, data = export(path, out, dtype=dtype, source=source, forward_check=not no_forward_check, overwrite=overwrite)
+    code, data = export(path, out, dtype=dtype, source=source, forward_check=not no_forward_check, overwrite=overwrite,
+                        quiet=quiet, no_color=no_color)
     if code == OK or json:
         Console(json=json, no_color=no_color).product(out, data)
     return code

@@ -1,35 +1,38 @@
 """A checkpoint's weights as a Hugging Face folder, checked: the program behind `mfsdp ckpt export-hf`.
 
-    dist_ckpt (any layout) -> an unsharded model on the CPU -> Megatron-Bridge, tensor by tensor -> safetensors shards
+    dist_ckpt (any layout) -> one parameter at a time -> Megatron-Bridge's conversions -> its place in the safetensors files
     -> names, shapes, dtypes and bytes against the source model's index -> a forward pass against the Megatron model
 
-Everything is written into OUT.tmp, which gets its name only when all checks have passed.
+The model itself is never built: at its peak an export holds a few times the largest tensor, and the forward pass one layer of
+the model. Everything is written beside the target (`export_target`), which changes only when all checks have passed.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
+import resource
 import shutil
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from mfsdp_cli.checkpoint import manifest
+from mfsdp_cli.checkpoint import export_target
+from mfsdp_cli.checkpoint.export_progress import Progress
+from mfsdp_cli.checkpoint.export_source import ExportSource, find_export_source
 from mfsdp_cli.checkpoint.hf_folder import INDEX, read_hf
-from mfsdp_cli.checkpoint.reuse import SOURCE_INDEX
-from mfsdp_cli.errors import BAD_INPUT, MISMATCH, RUN_FAILED, MfsdpError, Problem
+from mfsdp_cli.checkpoint.shard_files import SHARD_BYTES, ShardFiles, total_bytes
+from mfsdp_cli.errors import INTERRUPTED, MACHINE_UNFIT, MISMATCH, RUN_FAILED, TERMINATED, MfsdpError, Problem
 from mfsdp_cli.output import format_problems
 
-SHARD_BYTES = 5_000_000_000
-CHECK_TOKENS = 48
-# Mean difference of log-probabilities between Megatron's model and transformers' on the same weights; a weight in the
-# wrong place moves it by tenths and more.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
-_console = sys.stderr
+_FINITE_PIECE = 1 << 24
+_WEIGHTS = ("*.safetensors", INDEX, "*.bin", "*.bin.index.json")
 
 
 def main() -> None:
@@ -39,156 +42,181 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: each tensor's dtype in the source model")
     parser.add_argument("--source", type=Path, help="model folder to check against, instead of the index kept in the checkpoint")
     parser.add_argument("--no-forward-check", action="store_true")
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--no-color", action="store_true")
     parser.add_argument("--json-report", type=Path)
     args = parser.parse_args()
-    log = _hide_chatter(args.out.with_name(args.out.name + ".export.log"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that what is half written is deleted
+    progress = Progress(os.fdopen(os.dup(2), "w"), args.quiet, args.no_color)
     try:
-        report = export(args.checkpoint, args.out, args.dtype, args.source, not args.no_forward_check)
+        with export_target.claimed(args.out, args.checkpoint) as target:
+            report = _logged(target, lambda: export(args.checkpoint, target, args.dtype, args.source, not args.no_forward_check, progress))
     except MfsdpError as error:
-        _say(format_problems(error.problems))
-        if args.json_report:
-            args.json_report.write_text(json.dumps({"problems": [p.to_dict() for p in error.problems]}))
-        sys.exit(error.exit_code)
-    except Exception as error:
-        _say(f"{traceback.format_exc()}\nerror: the export failed: {error}; what the libraries said is in {log}")
-        sys.exit(RUN_FAILED)
-    if args.json_report:
+        progress.stop()
+        print(format_problems(error.problems), file=progress.stream)
+        report = {"problems": [p.to_dict() for p in error.problems]}
+        code = error.exit_code
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    else:
+        code = 0 if report else RUN_FAILED
+    finally:
+        progress.stop()
+    if args.json_report and report:
         args.json_report.write_text(json.dumps(report))
-    log.unlink()
+    sys.exit(code)
 
 
-def _hide_chatter(log: Path) -> Path:
-    """Send what libraries print to a log beside the target; `_say` still reaches the terminal."""
-    global _console
-    _console = os.fdopen(os.dup(2), "w")
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    return log
+def _logged(target: export_target.Target, work) -> dict:
+    """Run `work` with what libraries print in a log; the report, or nothing after a failure of ours, which keeps the log."""
+    terminal = os.dup(2)
+    log = os.open(target.log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        return work()
+    except MfsdpError:
+        raise
+    except Exception as error:
+        text = f"{traceback.format_exc()}\nerror: the export failed: {error}; what the libraries said is in {target.keep_log()}\n"
+        os.write(terminal, text.encode())
+        return {}
+    finally:
+        for descriptor in (1, 2):
+            os.dup2(terminal, descriptor)
+        os.close(log)
+        os.close(terminal)
 
 
-def export(checkpoint: Path, out: Path, dtype: str = "auto", source: Path | None = None, forward_check: bool = True) -> dict:
-    """Write `out` and return a report. Raises MfsdpError: BAD_INPUT for a checkpoint that cannot be read, MISMATCH when a
-    check fails; then `out` is as it was before."""
-    started = time.monotonic()
-    found = manifest.require_complete(checkpoint)
-    index = source_index(checkpoint, source)
-    _say("importing torch and megatron …")
+def export(checkpoint: Path, target: export_target.Target, dtype: str = "auto", source: Path | None = None, forward_check: bool = True,
+           progress: Progress | None = None, shard_bytes: int = SHARD_BYTES) -> dict:
+    """Write the claimed target and return a report. Raises MfsdpError: BAD_INPUT for a checkpoint that cannot be read,
+    MISMATCH when a check fails, MACHINE_UNFIT when the disk is full; then the target's folder is as it was before."""
+    started, progress = time.monotonic(), progress or Progress(quiet=True)
+    found = find_export_source(checkpoint, source)
+    entries = {name: entry if dtype == "auto" else entry | {"dtype": dtype} for name, entry in found.index.items()}
+    progress.say("importing torch and megatron …")
+    bridge, model, stored = _open(found, {entry["dtype"] for entry in entries.values()})
+    progress.say(f"reading {found.dcp} …")
+    try:
+        shutil.copytree(found.huggingface, target.model, ignore=shutil.ignore_patterns(*_WEIGHTS))
+        if dtype != "auto":
+            _set_config_dtype(target.model / "config.json", dtype)
+        files = _convert(found, bridge, model, stored, entries, target.model, progress, shard_bytes)
+        _flush(target.model)
+    except OSError as error:
+        if not any(os.strerror(full) in str(error) for full in (errno.ENOSPC, errno.EDQUOT)):
+            raise
+        raise MfsdpError(Problem("--out", str(target.out), f"the disk is full: the weights need {total_bytes(entries):,} bytes",
+                                 "free some space or name a folder on another disk", "command line", MACHINE_UNFIT)) from None
+    difference = None
+    if forward_check:
+        progress.say("running both models, one layer at a time …")
+        difference = _prove(model[0], stored, target.model)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    target.publish()
+    num_bytes = sum(t.num_bytes for t in read_hf(target.out).tensors)
+    progress.say(f"{len(entries)} tensors, {num_bytes:,} bytes in {len(files)} files; names, shapes, dtypes and bytes equal the source model's index"
+                 + ("" if difference is None else f"; log-probabilities differ by {difference:.1e} on average from the Megatron model's")
+                 + f" ({time.monotonic() - started:.0f} s, at most {peak / 2**30:.1f} GiB of memory)")
+    return {"files": files, "num_tensors": len(entries), "num_bytes": num_bytes, "step": found.step, "forward_check_difference": difference,
+            "peak_rss_bytes": peak}
+
+
+def _open(found: ExportSource, dtypes: set[str]):
+    """Bridge, a model without storage, and the reader of its parameters, which fits it."""
     import torch
     import torch.distributed as dist
 
+    from mfsdp_cli.checkpoint.stored_weights import StoredWeights
     from mfsdp_cli.config.schema import EngineSettings
     from mfsdp_cli.engine import bridge as bridging
-    from mfsdp_cli.engine.megatron import init_distributed, plain_model
+    from mfsdp_cli.engine.megatron import hollow_model, init_distributed
 
     if not bridging.ON_CPU:
         raise MfsdpError(Problem("CUDA_VISIBLE_DEVICES", "a GPU", "the export runs on the CPU", 'set CUDA_VISIBLE_DEVICES=""'))
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     init_distributed(EngineSettings(), timeout_s=1800)
-    wanted = {t["dtype"] for t in index.values()} if dtype == "auto" else {dtype}
-    work_dtype = torch.bfloat16 if wanted == {"bfloat16"} else torch.float32
-    hf_folder = checkpoint / manifest.HUGGINGFACE
-    bridge, model = plain_model(str(hf_folder), found.padded_vocab_size, work_dtype)
-    _say(f"reading {checkpoint / manifest.DIST_CKPT} …")
-    load_plain(model[0], checkpoint / manifest.DIST_CKPT)
-
-    tmp = out.with_name(out.name + ".tmp")
-    if tmp.exists():
-        shutil.rmtree(tmp)
-    shutil.copytree(hf_folder, tmp)
-    vocab_size = bridge.hf_pretrained.vocab_size
-    tensors = bridging.export_weights(bridge, model, vocab_size, None)
-    tensors = ((name, t) for name, t in tensors if name in index or not (name == "lm_head.weight" and bridge.hf_pretrained.tie_word_embeddings))
-    files = write_shards(tmp, (_as_wanted(name, t, dtype, index) for name, t in tensors))
-    if dtype != "auto":
-        _set_config_dtype(tmp / "config.json", dtype)
-    problems = compare(tmp, index, dtype)
-    difference = None
-    if forward_check and not problems:
-        mine = reference_log_probs(model[0], vocab_size)
-        del model, bridge
-        difference, problems = forward_problems(tmp, mine)
-    if problems:
-        shutil.rmtree(tmp)
-        raise MfsdpError(problems)
-    if out.exists():
-        shutil.rmtree(out)
-    tmp.rename(out)
-    num_bytes = sum(t.num_bytes for t in read_hf(out).tensors)
-    _say(f"{len(index)} tensors, {num_bytes:,} bytes in {len(files)} files; names, shapes, dtypes and bytes equal the source model's index"
-         + ("" if difference is None else f"; log-probabilities differ by {difference:.1e} on average from the Megatron model's")
-         + f" ({time.monotonic() - started:.0f} s)")
-    return {"files": files, "num_tensors": len(index), "num_bytes": num_bytes, "step": found.step, "forward_check_difference": difference}
+    dtype = torch.bfloat16 if dtypes == {"bfloat16"} else torch.float32
+    bridge, model = hollow_model(str(found.huggingface), found.vocab_rows, dtype)
+    stored = StoredWeights(found.dcp, found.tensors)
+    stored.check(model[0])
+    return bridge, model, stored
 
 
-def _say(text: str) -> None:
-    print(text, file=_console, flush=True)
+def _convert(found: ExportSource, bridge, model, stored, entries: dict[str, dict], folder: Path, progress: Progress, shard_bytes: int) -> list[str]:
+    """Write all tensors into `folder` and return the files' names. Raises MfsdpError (MISMATCH) with everything that is other
+    than in `entries`: names, shapes, and values that are not finite."""
+    from mfsdp_cli.engine import bridge as bridging
+
+    config, problems, missing, done_bytes = bridging.config_of(bridge), [], set(entries), 0
+    tied_copy = "lm_head.weight" if config.tie_word_embeddings else ""
+    beside = {t.name: found.weights / t.files[0] for t in read_hf(found.weights).tensors} if found.weights else {}
+    with ShardFiles(folder, entries, shard_bytes) as files:
+        for name, tensor in bridging.export_weights(bridge, model, config.vocab_size, None, tasks=_tasks(bridge, model, stored)):
+            if name not in entries and name == tied_copy:
+                continue
+            tensor, fault = _as_wanted(name, tensor, entries, beside.get(name))
+            missing.discard(name)
+            if fault is None:
+                files.write(name, tensor)
+                done_bytes += tensor.nbytes
+            else:
+                problems.append(fault)
+            progress.advance(len(entries) - len(missing), len(entries), done_bytes, files.num_bytes)
+            del tensor
+        problems += [_mismatch(name, "missing", "the source model has this tensor") for name in sorted(missing)]
+        if problems:
+            raise MfsdpError(problems)
+    return files.files
 
 
-def source_index(checkpoint: Path, source: Path | None) -> dict[str, dict]:
-    """Tensor name -> {shape, dtype} of the source model: of the folder given, else as the trainer noted it."""
-    if source is not None:
-        found = read_hf(source)
-        if found.problems or not found.tensors:
-            raise MfsdpError(list(found.problems) or Problem("--source", str(source), "no safetensors in it", "give a model folder", code=BAD_INPUT))
-        return {t.name: {"shape": list(t.shape), "dtype": t.dtype} for t in found.tensors}
-    path = checkpoint / SOURCE_INDEX
-    if not path.is_file():
-        raise MfsdpError(Problem(str(path), "missing", "there is nothing to check the export against", "give the model folder by --source", code=BAD_INPUT))
-    return json.loads(path.read_text())
+def _tasks(bridge, model, stored) -> Iterator:
+    """Bridge's conversions, each with its parameter read when its turn comes."""
+    from mfsdp_cli.engine import bridge as bridging
+
+    for task in bridging.conversion_tasks(bridge, model):
+        yield replace(task, param_weight=stored.read(task.param_name, task.param_weight))
 
 
-def load_plain(model, folder: Path) -> None:
-    """Fill an unsharded model from a DTensor checkpoint of any layout, strictly; a gated linear_fc1 by its two halves."""
-    from mfsdp_cli.checkpoint import dtensor
-
-    state = {}
-    for name, param in model.named_parameters():
-        key = f"model.{dtensor.canonical(name)}"
-        if key.endswith("linear_fc1.weight") and model.config.gated_linear_unit:
-            state[f"{key}_w"], state[f"{key}_v"] = param.data.chunk(2)
-        else:
-            state[key] = param.data
-    dtensor.read_into(state, folder, dtensor.stored_tensors(folder), ["model"])
-
-
-def _as_wanted(name: str, tensor, dtype: str, index: dict[str, dict]):
+def _as_wanted(name: str, tensor, entries: dict[str, dict], beside: Path | None):
+    """The tensor in the dtype to be written, and what is wrong with it. beside: a file in which it should be, too."""
     import torch
 
-    wanted = index[name]["dtype"] if dtype == "auto" and name in index else dtype
-    return name, tensor if wanted == "auto" else tensor.to(getattr(torch, wanted))
+    if name not in entries:
+        return tensor, _mismatch(name, "superfluous", "the source model has no such tensor")
+    wanted = entries[name]
+    if list(tensor.shape) != wanted["shape"]:
+        return tensor, _mismatch(name, f"shape {list(tensor.shape)}", f"the source model has {wanted['shape']}")
+    if not all(piece.isfinite().all() for piece in tensor.reshape(-1).split(_FINITE_PIECE)):
+        return tensor, _mismatch(name, "NaN or infinity", "training has diverged before this checkpoint")
+    if beside is not None and not _is_in(beside, name, tensor):
+        return tensor, _mismatch(name, f"other than in {beside}", "the Hugging Face weights saved with the shards are not the same model's")
+    return tensor.to(getattr(torch, wanted["dtype"])), None
 
 
-def write_shards(folder: Path, tensors: Iterable, shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Stream tensors into safetensors files of at most `shard_bytes` (a larger tensor gets a file of its own), and the
-    index when there are several. Holds one shard in memory. Returns the files' names."""
-    from safetensors.torch import save_file
+def _is_in(file: Path, name: str, tensor) -> bool:
+    from safetensors import safe_open
 
-    shards: list[list[str]] = []
-    pending, size, total = {}, 0, 0
+    with safe_open(file, "pt") as reader:
+        theirs = reader.get_tensor(name)
+        # in the narrower dtype: the shards are float32, the file's what its trainer chose, ours what is to be written
+        narrow = theirs.dtype if theirs.element_size() <= tensor.element_size() else tensor.dtype
+        return theirs.to(narrow).equal(tensor.to(narrow))
 
-    def flush():
-        save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
 
-    for name, tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if pending and size + num_bytes > shard_bytes:
-            flush()
-            size = 0
-        pending[name] = tensor
-        size, total = size + num_bytes, total + num_bytes
-    flush()
-    count = len(shards)
-    names = ["model.safetensors"] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    for number, name in enumerate(names):
-        (folder / f"shard-{number}").rename(folder / name)
-    if count > 1:
-        places = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n")
-    return names
+def _prove(model, stored, folder: Path) -> float:
+    """Mean difference of log-probabilities between the two models. Raises MfsdpError (MISMATCH) when it is no rounding."""
+    from mfsdp_cli.checkpoint import export_proof
+
+    vocab_size = read_hf(folder).config["vocab_size"]
+    dtype = next(model.parameters()).dtype
+    mine = export_proof.megatron_log_probs(model, stored, vocab_size)
+    difference, limit = (mine - export_proof.transformers_log_probs(folder)).abs().mean().item(), export_proof.limit(folder, dtype)
+    if not difference <= limit:
+        raise MfsdpError(_mismatch("forward pass", f"mean difference {difference:.2e}", f"log-probabilities should agree to {limit:.0e}"))
+    return difference
 
 
 def _set_config_dtype(path: Path, dtype: str) -> None:
@@ -197,77 +225,18 @@ def _set_config_dtype(path: Path, dtype: str) -> None:
     path.write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
 
 
-def compare(folder: Path, index: dict[str, dict], dtype: str) -> list[Problem]:
-    """What the written folder has otherwise than the source model: names, shapes, dtypes (when kept), bytes; and values
-    that are not finite."""
-    found = read_hf(folder)
-    written = {t.name: t for t in found.tensors}
-    problems = list(found.problems)
-    for name in sorted(index.keys() - written.keys()):
-        problems.append(_mismatch(name, "missing", "the source model has this tensor"))
-    for name in sorted(written.keys() - index.keys()):
-        problems.append(_mismatch(name, "superfluous", "the source model has no such tensor"))
-    for name in sorted(index.keys() & written.keys()):
-        wanted = index[name] | ({} if dtype == "auto" else {"dtype": dtype})
-        is_there = {"shape": list(written[name].shape), "dtype": written[name].dtype}
-        if is_there != wanted:
-            problems.append(_mismatch(name, str(is_there), f"the source model has {wanted}"))
-    return problems + _non_finite(folder, written)
-
-
-def _non_finite(folder: Path, written: dict) -> list[Problem]:
-    from safetensors import safe_open
-
-    problems = []
-    for file in sorted({f for t in written.values() for f in t.files}):
-        with safe_open(folder / file, "pt") as reader:
-            for name in reader.keys():
-                if not reader.get_tensor(name).isfinite().all():
-                    problems.append(_mismatch(name, "NaN or infinity", "training has diverged before this checkpoint"))
-    return problems
+def _flush(folder: Path) -> None:
+    """The small files, too, before the folder gets its name."""
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _mismatch(name: str, found: str, why: str) -> Problem:
     return Problem(name, found, why, "do not use this export; report it with the checkpoint's manifest.json", code=MISMATCH)
-
-
-def _check_ids(vocab_size: int):
-    import torch
-
-    return (torch.arange(CHECK_TOKENS) * 7919 + 11) % vocab_size
-
-
-def reference_log_probs(model, vocab_size: int):
-    """Megatron's log-probabilities of a fixed sequence, float32 [CHECK_TOKENS - 1]."""
-    import torch
-
-    from mfsdp_cli.engine import forward
-    from mfsdp_cli.types import PackedBatch
-
-    ids = _check_ids(vocab_size)
-    batch = PackedBatch(
-        input_ids=ids, labels=ids.roll(-1), target_mask=torch.ones(len(ids)), position_ids=torch.arange(len(ids)),
-        cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32), max_seqlen=len(ids), num_real_tokens=len(ids),
-    )
-    with torch.no_grad():
-        return forward.log_probs(model.eval(), batch, vocab_size)[0][:-1].float()
-
-
-def forward_problems(folder: Path, mine) -> tuple[float, list[Problem]]:
-    """(mean difference, problems): the exported folder, loaded by transformers, against `reference_log_probs`."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    ids = _check_ids(model.config.vocab_size)
-    with torch.no_grad():
-        theirs = torch.log_softmax(model(ids[None]).logits[0, :-1].float(), -1).gather(-1, ids[1:, None])[:, 0]
-    difference = (mine - theirs).abs().mean().item()
-    dtypes = {t.dtype for t in read_hf(folder).tensors} | {str(model.dtype).removeprefix("torch.")}
-    limit = TOLERANCE["float32" if dtypes == {"float32"} else "bfloat16"]
-    if difference <= limit:
-        return difference, []
-    return difference, [_mismatch("forward pass", f"mean difference {difference:.2e}", f"log-probabilities should agree to {limit:.0e}")]
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-_DTYPES = {"BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I16": "int16",
-           "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
-           "I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64"}
+# code in a safetensors header -> torch's name
+DTYPE_NAMES = {"BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I16": "int16",
+               "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
+               "I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64"}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -67,7 +68,7 @@ def _read_header(path: Path) -> tuple[list[TensorEntry], Problem | None]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            tensors = [TensorEntry(name, tuple(entry["shape"]), _DTYPES[entry["dtype"]], 1, (path.name,)) for name, entry in header.items()]
+            tensors = [TensorEntry(name, tuple(entry["shape"]), DTYPE_NAMES[entry["dtype"]], 1, (path.name,)) for name, entry in header.items()]
             needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
             if not all(type(n) is int and n >= 0 for entry in tensors for n in entry.shape):
                 raise ValueError("a shape that is no list of sizes")

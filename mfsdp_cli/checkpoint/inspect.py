@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mfsdp_cli.checkpoint import finding, layouts, manifest
 from mfsdp_cli.checkpoint.dcp_metadata import TensorEntry, read_dcp
+from mfsdp_cli.checkpoint.export_source import model_folder
 from mfsdp_cli.checkpoint.hf_folder import HfContents, read_hf
 from mfsdp_cli.errors import BAD_INPUT, OK, MfsdpError, Problem
 
@@ -162,15 +163,18 @@ def _huggingface_report(hf: HfContents | None) -> dict:
 
 def _export_verdict(layout: layouts.Layout, report: dict, hf: HfContents | None, broken: bool) -> dict:
     """Whether `mfsdp ckpt export-hf` can make a Hugging Face folder of it, and why or why not."""
-    if hf and hf.tensors and hf.config and not hf.problems:
+    folder, why_not = model_folder(layout)
+    has_weights = hf is not None and bool(hf.tensors) and hf.config is not None and not hf.problems
+    if has_weights and folder is None:
         return {"possible": False, "why": f"not needed: {hf.folder} is a Hugging Face folder with weights"}
-    if layout.kind != "mfsdp":
-        return {"possible": False, "why": f"mfsdp exports its own checkpoints; this is a {report['title']}"}
     if broken:
         return {"possible": False, "why": "the checkpoint is not whole"}
-    if "model" not in report["contents"]:
+    if layout.kind == "mfsdp" and "model" not in report["contents"]:
         return {"possible": False, "why": f"it holds no model, only {', '.join(report['contents']) or 'nothing'}"}
-    return {"possible": True, "why": f"mfsdp ckpt export-hf {layout.root} -o DIR"}
+    if folder is None:
+        return {"possible": False, "why": why_not}
+    source = "" if layout.kind == "mfsdp" or has_weights else " --source MODEL"
+    return {"possible": True, "why": f"mfsdp ckpt export-hf {layout.root} -o DIR{source}"}
 
 
 def _steps(layout: layouts.Layout) -> list[dict]:

@@ -12,7 +12,7 @@ import importlib.machinery
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,7 @@ def load_hf_weights(bridge: AutoBridge, model: list) -> None:
     """
     from megatron.core.utils import unwrap_model
 
-    tasks = [t for t in bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, unwrap_model(model)) if t is not None]
+    tasks = conversion_tasks(bridge, model)
     built = {bare_name(name) for chunk in unwrap_model(model) for name, _ in chunk.named_parameters()}
     assert built <= {bare_name(t.param_name) for t in tasks}, "Bridge does not know all of the model's parameters"
     shapes = source_shapes(bridge)
@@ -171,12 +171,21 @@ def _is_tied_copy(bridge: AutoBridge, name: str) -> bool:
     return name == "lm_head.weight" and bool(getattr(bridge.hf_pretrained.config, "tie_word_embeddings", False))
 
 
+def conversion_tasks(bridge: AutoBridge, model: list) -> list:
+    """Bridge's steps from Megatron's parameters to Hugging Face tensors, in its order; `param_name` and `param_weight` tell the
+    parameter. Collective."""
+    from megatron.core.utils import unwrap_model
+
+    return [t for t in bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, unwrap_model(model)) if t is not None]
+
+
 def export_weights(bridge: AutoBridge, model: list, vocab_size: int, dtype: torch.dtype | None,
-                   on_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+                   on_cpu: bool = True, tasks: Iterable | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream (Hugging Face name, full tensor, on CPU or where the model is), padding rows of the vocabulary cut off. Collective: every rank
-    must iterate to the end. `dtype` None keeps what the model holds (float32 main weights under Megatron-FSDP).
+    must iterate to the end. `dtype` None keeps what the model holds (float32 main weights under Megatron-FSDP). `tasks`: those of
+    `conversion_tasks`, one taken at a time, when the model does not hold the parameters itself.
     """
-    for name, tensor in bridge.export_hf_weights(model, cpu=on_cpu, show_progress=False):
+    for name, tensor in bridge.export_hf_weights(model, cpu=on_cpu, show_progress=False, conversion_tasks=tasks):
         if name in ("model.embed_tokens.weight", "lm_head.weight") and tensor.shape[0] > vocab_size:
             tensor = tensor[:vocab_size]
         yield name, tensor.to(dtype or tensor.dtype).contiguous()

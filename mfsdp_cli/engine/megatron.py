@@ -291,12 +291,14 @@ def build_provider(bridge, settings: EngineSettings, vocab_rows: int, on_cpu: bo
     return provider
 
 
-def plain_model(hf_folder: str, vocab_rows: int, dtype: torch.dtype):
-    """(bridge, [GPTModel]) on one rank, on the CPU, without any wrapper and with uninitialised weights, for an export."""
+def hollow_model(hf_folder: str, vocab_rows: int, dtype: torch.dtype):
+    """(bridge, [GPTModel]) on one rank, without any wrapper, its parameters on the meta device: names, shapes and layers for an
+    export, which gives each layer its weights in turn."""
     bridge = bridging.open_model(hf_folder, with_weights=False)
     settings = EngineSettings(dtype=str(dtype).removeprefix("torch."), override_transformer_config={"perform_initialization": False})
     provider = build_provider(bridge, settings, vocab_rows, on_cpu=True)
-    model = provider.provide_distributed_model(wrap_with_ddp=False, mixed_precision_wrapper=None, use_cpu_initialization=True)
+    model = provider.provide_distributed_model(wrap_with_ddp=False, mixed_precision_wrapper=None, use_cpu_initialization=True,
+                                               init_model_with_meta_device=True)
     return bridge, model
 
 

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from mfsdp_cli.checkpoint.dcp_metadata import DTYPE_BYTES
+from mfsdp_cli.checkpoint.export_target import refusals
 from mfsdp_cli.checkpoint.inspect import inspect
 from mfsdp_cli.errors import BAD_INPUT, INTERRUPTED, MACHINE_UNFIT, OK, SIGNAL_BASE, TERMINATED, MfsdpError, Problem
 from mfsdp_cli.launch.host import free_disk_gib, oom_kills
@@ -21,8 +22,8 @@ from mfsdp_cli.output import print_stderr
 EXPORT_MODULE = "mfsdp_cli.checkpoint.export_hf"
 
 
-def export(path: str, out: str, *, dtype: str, source: str | None, forward_check: bool, overwrite: bool,
-           module: str = EXPORT_MODULE) -> tuple[int, dict]:
+def export(path: str, out: str, *, dtype: str, source: str | None, forward_check: bool, overwrite: bool, quiet: bool = False,
+           no_color: bool = False, module: str = EXPORT_MODULE) -> tuple[int, dict]:
     """Export the checkpoint at `path` into the folder `out`; the exit code and the child's report.
 
     Raises MfsdpError, before anything is started, when the checkpoint is incomplete, the target is in use or the disk is too small.
@@ -35,6 +36,8 @@ def export(path: str, out: str, *, dtype: str, source: str | None, forward_check
         command = [sys.executable, "-m", module, str(checkpoint), "--out", out, "--dtype", dtype, "--json-report", str(report)]
         command += ["--source", source] if source else []
         command += [] if forward_check else ["--no-forward-check"]
+        command += ["--quiet"] if quiet else []
+        command += ["--no-color"] if no_color else []
         code = run_child(command)
         data = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
     return code, {**data, "ok": code == OK, "exit_code": code, "checkpoint": str(checkpoint), "out": out}
@@ -48,16 +51,12 @@ def check_export(path: str, out: str, dtype: str, overwrite: bool) -> tuple[Path
         raise MfsdpError(errors, hint=f"mfsdp ckpt inspect {path} tells more")
     if not report["export"]["possible"]:
         raise MfsdpError(Problem(report["path"], report["title"], report["export"]["why"], "give another checkpoint", code=BAD_INPUT))
-    problems, target = [], Path(out)
-    if target.exists() and not target.is_dir():
-        problems.append(Problem("--out", out, "is a file", "name a folder", "command line", BAD_INPUT))
-    elif target.is_dir() and any(target.iterdir()) and not overwrite:
-        problems.append(Problem("--out", out, "the folder is not empty", "name another, or add --overwrite", "command line", BAD_INPUT))
+    problems = refusals(out, Path(report["path"]), overwrite)
     num_weights = sum(g["num_elements"] for g in report["groups"] if g["name"] == "model parameters")
     if num_weights == 0:
         problems.append(Problem(report["path"], "no tensors", "there are no weights in it", "give another checkpoint", code=BAD_INPUT))
-    needed_gib = num_weights * DTYPE_BYTES[report["dtype"] if dtype == "auto" else dtype] / 2**30
-    free_gib = free_disk_gib(target)
+    needed_gib = num_weights * DTYPE_BYTES[report["dtype"] or "float32" if dtype == "auto" else dtype] / 2**30
+    free_gib = free_disk_gib(out)
     if free_gib < needed_gib:
         problems.append(Problem("--out", out, f"the weights need {needed_gib:.1f} GiB, and {free_gib:.1f} GiB are free there",
                                 "free some space or name a folder on another disk", "command line", MACHINE_UNFIT))

@@ -53,18 +53,16 @@ def exported(checkpoint: Path, out: Path, **options) -> dict:
     return unwrapped(run_ranks(1, export_here, checkpoint, out, **options)[0])
 
 
-def export_here(checkpoint: Path, out: Path, shard_bytes: int | None = None, swap: bool = False, **options):
-    from mfsdp_cli.checkpoint import export_hf
+def export_here(checkpoint: Path, out: Path, swap: bool = False, **options):
+    from mfsdp_cli.checkpoint import export_hf, export_target
     from mfsdp_cli.engine import bridge
 
     if swap:
         stream = bridge.export_weights
-        bridge.export_weights = lambda *args: ((SWAPPED.get(name, name), tensor) for name, tensor in stream(*args))
-    if shard_bytes:
-        write = export_hf.write_shards
-        export_hf.write_shards = lambda folder, tensors: write(folder, tensors, shard_bytes)
+        bridge.export_weights = lambda *args, **kwargs: ((SWAPPED.get(name, name), tensor) for name, tensor in stream(*args, **kwargs))
     try:
-        return export_hf.export(checkpoint, out, **options)
+        with export_target.claimed(out, checkpoint) as target:
+            return export_hf.export(checkpoint, target, **options)
     except MfsdpError as error:
         return error.problems
 
@@ -73,6 +71,14 @@ def unwrapped(result):
     if isinstance(result, list):
         raise MfsdpError(result)
     return result
+
+
+def an_export(folder: Path) -> Path:
+    """What looks like an earlier one, and may be replaced."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "old").touch()
+    return folder
 
 
 def read(folder: Path) -> dict:
@@ -104,8 +110,7 @@ def test_shards_float32_and_a_target_that_is_replaced(saved, tmp_path):
     from transformers import AutoModelForCausalLM
 
     _, checkpoint, _ = saved
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").touch()
+    an_export(tmp_path / "out")
     report = exported(checkpoint, tmp_path / "out", dtype="float32", shard_bytes=100_000)
     tensors, index = read(tmp_path / "out"), json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
@@ -153,17 +158,15 @@ def plain(tiny, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("edit, found", [
     (edit_index("model.norm.bias", shape=[64], dtype="float32"), "model.norm.bias = missing"),
-    (edit_index("model.norm.weight", shape=[65]), "model.norm.weight = {'shape': [64]"),
+    (edit_index("model.norm.weight", shape=[65]), "model.norm.weight = shape [64]"),
     (edit_weight, "model.norm.weight = NaN"),
 ], ids=["more-tensors", "other-shape", "nan"])
 def test_a_mismatch_writes_nothing(plain, tmp_path, edit, found):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine").write_text("before")
+    out = an_export(tmp_path / "out")
     with pytest.raises(MfsdpError) as caught:
         exported(tamper(plain, tmp_path, edit), out)
     assert caught.value.exit_code == MISMATCH and found in str(caught.value)
-    assert [p.name for p in out.iterdir()] == ["mine"] and not (tmp_path / "out.tmp").exists()
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "old"] and not (tmp_path / "out.tmp").exists()
 
 
 def test_weights_in_each_other_s_place_are_found_by_the_forward_pass(plain, tmp_path):

@@ -148,7 +148,7 @@ def test_verl_current_layout(written, tmp_path):
         assert (report["layout"], report["step"], report["topology"], report["num_tensors"]) == ("verl", 40, {"world": 8}, 11), path
         assert Path(report["path"]) == actor and report["exit_code"] == OK
     assert report["huggingface"]["num_weights"] == 2 and report["huggingface"]["weight_bytes"] == 64
-    assert report["export"]["why"].startswith("not needed")
+    assert report["export"] == {"possible": True, "why": f"mfsdp ckpt export-hf {actor} -o DIR"}
     contents["contents"]["optimizer"] = {"path": "optimizer/dist_ckpt"}
     (actor / "ckpt_contents.json").write_text(json.dumps(contents))
     (problem,) = inspect(actor)["problems"]
@@ -166,7 +166,7 @@ def test_verl_old_layout_and_the_choice_among_steps_and_roles(written, tmp_path)
             hf_folder(tmp_path / f"global_step_{step}" / role / "huggingface")
     report = inspect(tmp_path / "global_step_20" / "critic")
     assert (report["layout"], report["step"], report["exit_code"], report["huggingface"]["num_weights"]) == ("verl-old", 20, OK, 0)
-    assert "old layout" in report["export"]["why"]
+    assert report["export"] == {"possible": True, "why": f"mfsdp ckpt export-hf {report['path']} -o DIR --source MODEL"}
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     report = inspect(tmp_path)
     assert (report["step"], Path(report["path"])) == (10, tmp_path / "global_step_10" / "actor")
