@@ -1,6 +1,5 @@
 """`mfsdp config`: settings as they resolve, and what settings there are; `mfsdp rules`. Imported by `cli`; the data comes from `config.show`."""
 
-import json as jsonlib
 from typing import Annotated, Optional
 
 import typer
@@ -171,4 +170,6 @@ def rules(
 
 def _yaml(value) -> str:
     """JSON is YAML, and leaves no doubt about what is text."""
-    return jsonlib.dumps(value, ensure_ascii=False)
+    import json
+
+    return json.dumps(value, ensure_ascii=False)

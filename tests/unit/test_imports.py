@@ -21,7 +21,7 @@ BASE = {"__version__", "errors", "records", "types", "config.schema", "config.sc
 ALLOWED = {
     "__main__": {"cli"},
     "cli": {"cli_ckpt", "cli_config", "cli_train", "lazy", "options", "output", "launch", "data.prepare"},
-    "cli_ckpt": {"options", "output", "launch", "checkpoint.inspect"},
+    "cli_ckpt": {"options", "output", "launch", "checkpoint.inspect", "checkpoint.listing"},
     "lazy": {"options"},
     "cli_config": {"options", "output", "config"},
     "cli_train": {"options", "output", "launch", "samples"},
@@ -41,6 +41,7 @@ ALLOWED = {
     "rollout": {"rollout"},
     "rewards": {"rewards"},
     "checkpoint": {"checkpoint"},
+    "checkpoint.listing": {"checkpoint", "output"},
     "checkpoint.dtensor": {"checkpoint", "engine"},
     "checkpoint.export_progress": {"output"},
     "checkpoint.export_proof": {"checkpoint", "engine"},
@@ -51,7 +52,7 @@ ALLOWED = {
 }
 # Parts of a package that are front end although the rest of it is not.
 FRONT_MODULES = ("config", "launch", "data.prepare", "data.sources", "data.convert", "checkpoint.manifest", "checkpoint.finding",
-                 "checkpoint.saving", "checkpoint.retention", "checkpoint.inspect", "checkpoint.dcp_metadata", "checkpoint.dcp_pickle",
+                 "checkpoint.saving", "checkpoint.retention", "checkpoint.listing", "checkpoint.words", "checkpoint.inspect", "checkpoint.dcp_metadata", "checkpoint.dcp_pickle",
                  "checkpoint.hf_folder", "checkpoint.layouts", "checkpoint.export_source", "checkpoint.export_target", "checkpoint.reuse",
                  "rewards.custom", "rewards.base", "rewards.gsm8k", "rewards.numbers", "rewards.latex")
 
@@ -120,19 +121,21 @@ def test_front_end_modules_import_nothing_heavy_and_slow_things_late():
 
 
 PROGRAM = """
-import json, os, sys
+import os, sys
 from mfsdp_cli import cli
 sys.argv[0] = "mfsdp"
 try:
     cli.main()
 except SystemExit as end:
     code = end.code
-os.write(3, json.dumps([code, sorted(m for m in sys.modules if "." not in m)]).encode())
+loaded = sorted(m for m in sys.modules if "." not in m or m.startswith("mfsdp_cli"))
+import json
+os.write(3, json.dumps([code, loaded]).encode())
 """
 
 
 def run_and_list(args, cwd):
-    """Exit code of `mfsdp args` and the top-level modules it had loaded at its end."""
+    """Exit code of `mfsdp args`, and the top-level modules and modules of ours that it had loaded at its end."""
     reader, writer = os.pipe()
     program = PROGRAM.replace("os.write(3", f"os.write({writer}")
     subprocess.run([sys.executable, "-c", program, *args], cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
@@ -147,7 +150,9 @@ def run_and_list(args, cwd):
 ])
 def test_help_and_usage_errors_load_nothing_heavy_or_slow(tmp_path, args, code):
     ended, loaded = run_and_list(args, tmp_path)
-    assert ended == code and not set(loaded) & {*HEAVY, *SLOW}
+    assert ended == code and not set(loaded) & {*HEAVY, *SLOW, "json", "tempfile"}
+    ours = {name.removeprefix("mfsdp_cli.") for name in loaded if name.startswith("mfsdp_cli.")}
+    assert ours == {"cli", "cli_ckpt", "cli_config", "cli_train", "errors", "lazy", "options", "output", "records"}
 
 
 @pytest.mark.parametrize("args, code", [
@@ -161,7 +166,7 @@ def test_a_check_loads_nothing_slow_either(tmp_path, args, code):
     write_model(tmp_path / "model")
     write_chats(tmp_path / "train.parquet", 9)
     ended, loaded = run_and_list(args, tmp_path)
-    assert ended == code and not set(loaded) & {*HEAVY, *SLOW, "email", "ssl"}
+    assert ended == code and not set(loaded) & {*HEAVY, *SLOW, "email", "ssl", "tempfile", "mfsdp_cli.launch.run", "mfsdp_cli.launch.outcome"}
 
 
 @pytest.mark.parametrize("args, code", [
