@@ -1,14 +1,43 @@
-"""`mfsdp ckpt`: what is in a checkpoint, and its way to Hugging Face format. Imported by `cli`; the work is in `checkpoint` and `launch`."""
+"""`mfsdp ckpt`: what checkpoints there are, what is in one, and its way to Hugging Face format. Imported by `cli`; the work is in `checkpoint` and `launch`."""
 
 from typing import Annotated, Literal, Optional
 
 import typer
 
-from mfsdp_cli.errors import OK, Problem
+from mfsdp_cli.errors import OK, USAGE, MfsdpError, Problem
 from mfsdp_cli.options import STYLE, CheckpointPath, Json, NoColor, Quiet
 from mfsdp_cli.output import Console
 
-app = typer.Typer(help="Inspect a checkpoint, export it to Hugging Face format", no_args_is_help=True, add_completion=False, **STYLE)
+app = typer.Typer(help="List and inspect checkpoints, export one to Hugging Face format", no_args_is_help=True, add_completion=False, **STYLE)
+
+
+@app.command("list", no_args_is_help=True)
+def list_(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Run folder, checkpoints folder, or verl's folder of global_step_N")],
+    latest: Annotated[bool, typer.Option("--latest", help="Print only the path of the one that a resume takes")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Print only the path of the one with the best validation")] = False,
+    metric: Annotated[Optional[Literal["val_loss", "val_reward", "val_pass_rate"]], typer.Option(
+        "--metric", help="Metric to find the best by; default: the run's trainer.best_metric")] = None,
+    json: Json = False, no_color: NoColor = False,
+) -> int:
+    """List the checkpoints of a run, with what is complete, latest and best
+
+    \b
+    Examples:
+      mfsdp ckpt list runs/sft
+      mfsdp ckpt export-hf "$(mfsdp ckpt list runs/sft --best)" -o out
+
+    Reads the disk alone: one line for each step folder, also for what an interrupted save left. An
+    incomplete one is no failure here; --latest and --best exit with 5 when there is none.
+    """
+    from mfsdp_cli.checkpoint.listing import listing, one, render
+
+    if latest and best:
+        raise MfsdpError(Problem("--latest --best", "", "each names one checkpoint", "give one of the two", "command line", USAGE))
+    data = listing(path, metric)
+    text = one(data, "latest" if latest else "best") if latest or best else render(data)
+    Console(json=json, no_color=no_color).product(text, {"ok": True, "exit_code": OK, **data})
+    return OK
 
 
 @app.command("inspect", no_args_is_help=True)

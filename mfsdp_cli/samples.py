@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
-from mfsdp_cli.output import use_color
+from mfsdp_cli.output import printable, use_color
 
 COLUMNS = {  # with pyarrow's names of their types; only `parsed` may be null
     "step": "int64", "row": "int64", "group": "int64", "index": "int64", "prompt": "string", "response": "string", "reward": "double",
@@ -79,11 +79,6 @@ def shorten(text: str, limit: int) -> str:
         return text
     rest = limit - len(GAP)
     return text[:rest - rest // 2] + GAP + text[len(text) - rest // 2:]
-
-
-def printable(text: str) -> str:
-    """A sampled text may hold anything; what would move the cursor or colour the terminal becomes the replacement character."""
-    return "".join(c if c == "\n" or c.isprintable() else "\ufffd" for c in text)
 
 
 def render(path: Path, rows: list[dict], chosen: dict[str, list[dict]], no_color: bool = False) -> str:

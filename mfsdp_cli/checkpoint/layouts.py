@@ -89,22 +89,40 @@ def _at(folder: Path) -> Layout | None:
 
 def _latest_of_several(path: Path, problems: list[Problem]) -> Layout | None:
     """verl's global_step_N with several roles, or a folder of global_step_N or iter_N with a tracker file."""
-    roles = {p.name: found for p in sorted(path.iterdir()) if p.is_dir() and (found := _at(p)) and found.kind in ("verl", "verl-old")}
+    roles = {found.root.name: found for found in layouts_in(path)}
     if roles:
         chosen = roles.get("actor") or roles[min(roles)]
         if len(roles) > 1:
             problems.append(_note(path, ", ".join(roles), f"several roles; this is {chosen.root.name}",
                                   "name the role's folder to see another"))
         return chosen
-    steps = sorted((int(match[1]), p) for p in path.iterdir() if p.is_dir() and (match := _STEP.fullmatch(p.name)))
+    steps = foreign_steps(path)
     if not steps:
         return None
-    tracker = path / TRACKER
-    tracked = tracker.read_text(errors="replace").strip() if tracker.is_file() else "no tracker file"
-    chosen = next((p for step, p in steps if str(step) == tracked), steps[-1][1])
-    problems.append(_note(path, ", ".join(p.name for _, p in steps), f"several steps; this is {chosen.name} ({TRACKER}: {tracked})",
+    tracked = tracked_step(path)
+    chosen = next((p for step, p in steps if step == tracked), steps[-1][1])
+    told = "no tracker file" if tracked is None else tracked
+    problems.append(_note(path, ", ".join(p.name for _, p in steps), f"several steps; this is {chosen.name} ({TRACKER}: {told})",
                           "name the step's folder to see another"))
     return _at(chosen) or _latest_of_several(chosen, problems)
+
+
+def foreign_steps(path: Path) -> list[tuple[int, Path]]:
+    """The folders of verl's or Megatron's steps in a folder, by step."""
+    return sorted((int(match[1]), p) for p in path.iterdir() if p.is_dir() and (match := _STEP.fullmatch(p.name)))
+
+
+def layouts_in(path: Path) -> list[Layout]:
+    """The checkpoint that a step's folder is, or those of its roles, by name."""
+    if found := _at(path):
+        return [found]
+    return [found for p in sorted(path.iterdir()) if p.is_dir() and (found := _at(p)) and found.kind in ("verl", "verl-old")]
+
+
+def tracked_step(path: Path) -> int | None:
+    """The step that the tracker file names, if it names one."""
+    text = (path / TRACKER).read_text(errors="replace").strip() if (path / TRACKER).is_file() else ""
+    return int(text) if text.isdecimal() and len(text) < 19 else None
 
 
 def verl_contents(layout: Layout, problems: list[Problem]) -> dict:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mfsdp_cli.config.rulebook import OWN, rule
 from mfsdp_cli.config.rules_files import train_rows
-from mfsdp_cli.config.values import as_text, kind_of, nearest
+from mfsdp_cli.config.values import as_text, divisors, kind_of, nearest
 from mfsdp_cli.errors import Problem
 
 MBRIDGE_CONFIG = {"distributed_filesystem": bool, "memory_efficient": bool}
@@ -163,6 +164,46 @@ def resume(s, f) -> Iterator[Problem]:
             "trainer.resume_from_path", path, f"it would be ignored, since resume_mode is {mode}",
             "trainer.resume_mode=resume_path, or leave the path out",
         )
+
+
+@rule("keep-best-validates", "with trainer.keep_best every save is validated: test_freq divides save_freq", OWN, training=True,
+      fix="a trainer.test_freq that divides trainer.save_freq, and data.val_files")
+def keep_best(s, f) -> Iterator[Problem]:
+    """A checkpoint is judged by the validation at its own step; that of another step is about other weights. The save that a signal
+    asks for is not validated, so it is never among the best."""
+    save, test = s.trainer.save_freq, s.trainer.test_freq
+    if s.trainer.keep_best == 0:
+        return
+    if not s.data.val_files:
+        why = "data.val_files is empty: without validation no checkpoint is better than another"
+        yield Problem("trainer.keep_best", str(s.trainer.keep_best), why, "--val-files FILE.parquet, or trainer.keep_best=0")
+    elif save > 0 and (test < 1 or save % test):
+        which = "the last" if test < 1 else f"those of every {math.lcm(save, test)} steps and the last"
+        why = f"a checkpoint is judged by the validation at its step, and of the saves every {save} steps only {which} would be validated"
+        fitting = max(d for d in divisors(save) if d <= test or test < 1)
+        yield Problem("trainer.test_freq", str(test), why, f"trainer.test_freq={fitting}, or another number that divides trainer.save_freq")
+
+
+@rule("keep-every-saves", "trainer.keep_every is a multiple of trainer.save_freq", OWN, training=True,
+      fix="a trainer.keep_every that is a multiple of trainer.save_freq")
+def keep_every(s, f) -> Iterator[Problem]:
+    every, save = s.trainer.keep_every, s.trainer.save_freq
+    if every is None:
+        return
+    if save < 1:
+        yield Problem("trainer.keep_every", str(every), "only the last step is saved (trainer.save_freq)", "leave it out, or a trainer.save_freq")
+    elif every % save:
+        why = f"saves are made every {save} steps, so of the steps divisible by {every} only those of every {math.lcm(every, save)} exist"
+        yield Problem("trainer.keep_every", str(every), why, f"trainer.keep_every={-(-every // save) * save}")
+
+
+@rule("keep-all", "trainer.keep_every and keep_best come with a trainer.max_ckpt_to_keep", OWN, level="warning", training=True,
+      fix="a trainer.max_ckpt_to_keep, or neither of the two")
+def keep_all(s, f) -> Iterator[Problem]:
+    for name, off in (("keep_every", None), ("keep_best", 0)):
+        if s.trainer.max_ckpt_to_keep is None and getattr(s.trainer, name) != off:
+            why = "trainer.max_ckpt_to_keep=null keeps all checkpoints, these among them"
+            yield Problem(f"trainer.{name}", str(getattr(s.trainer, name)), why, "trainer.max_ckpt_to_keep=3, or leave it out", level="warning")
 
 
 # --- optimizer and schedule -----------------------------------------------------------------------------------------

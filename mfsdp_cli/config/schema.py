@@ -105,7 +105,10 @@ class TrainerSettings(Section):
     total_training_steps: int | None = opt(None, "stop after this many optimizer steps; null: by total_epochs", unit="steps", low=1)
     save_freq: int = opt(100, "save every N steps and at the end; -1: only at the end", unit="steps", low=-1)
     test_freq: int = opt(100, "validate every N steps and at the end; -1: only at the end", unit="steps", low=-1)
-    max_ckpt_to_keep: int | None = opt(3, "complete checkpoints to keep; null: all", low=1)
+    max_ckpt_to_keep: int | None = opt(3, "newest complete checkpoints to keep; null: all", low=1)
+    keep_every: int | None = opt(None, "also keep the checkpoints of steps divisible by this, for good", unit="steps", low=1)
+    keep_best: int = opt(0, "also keep so many with the best best_metric; each save must be validated", low=0)
+    best_metric: str = opt("val_loss", "metric of the validation by which a checkpoint is judged; the lower the better", choices=("val_loss",))
     resume_mode: str = opt("auto", "auto: from the run folder's latest checkpoint; disable: refuse a used folder; resume_path: from resume_from_path",
                            choices=("auto", "disable", "resume_path"))
     resume_from_path: str | None = opt(None, "checkpoint folder to continue from, when resume_mode is resume_path")

@@ -110,6 +110,8 @@ class GrpoTrainerSettings(TrainerSettings):
                                            unit="steps", low=1)
     save_freq: int = opt(20, "save every N steps and at the end; -1: only at the end", unit="steps", low=-1)
     test_freq: int = opt(5, "validate every N steps and at the end; -1: only at the end", unit="steps", low=-1)
+    best_metric: str = opt("val_reward", "metric of the validation by which a checkpoint is judged; the higher the better",
+                           choices=("val_reward", "val_pass_rate"))
     val_before_train: bool = opt(True, "validate before the first step")
     val_only: bool = opt(False, "validate and stop")
     ray_address: str | None = opt(None, "existing Ray cluster; null: a local one for this run")

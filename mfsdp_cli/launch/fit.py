@@ -70,12 +70,14 @@ class Memory(Record):
 
 
 class Disk(Record):
-    """Checkpoints of a run. at_once: how many lie on the disk while the last of them is written; there: how many already do."""
+    """Checkpoints of a run. at_once: how many lie on the disk while the last of them is written; there: how many already do;
+    besides: how many are kept besides the newest trainer.max_ckpt_to_keep."""
 
     checkpoint_bytes: int
     at_once: int
     there: int
     free_bytes: int
+    besides: int
 
     @property
     def needed_bytes(self) -> int:
@@ -224,11 +226,12 @@ def predict_disk(settings: SftSettings | GrpoSettings, plan: Plan, facts: Facts,
     rows = padded_vocab(shape.vocab, plan.tp) - shape.vocab
     stored = num_parameters(shape) + rows * shape.hidden * (1 if shape.tied else 2)
     size = stored * sum(STATE_BYTES.get(part, 0) for part in settings.checkpoint.save_contents)
-    frequency, keep = settings.trainer.save_freq, settings.trainer.max_ckpt_to_keep
+    frequency, keep, every = settings.trainer.save_freq, settings.trainer.max_ckpt_to_keep, settings.trainer.keep_every
     saves = max(1, math.ceil(plan.total_steps / frequency)) if frequency > 0 else 1  # at the end too
     # The oldest goes only when the newest is complete.
-    at_once = saves if keep is None else min(saves, keep + 1)
-    return Disk(size, at_once, min(there, at_once), int(facts.free_disk_gib * GIB))
+    besides = settings.trainer.keep_best + (plan.total_steps // every if every else 0)
+    at_once = saves if keep is None else min(saves, keep + 1 + besides)
+    return Disk(size, at_once, min(there, at_once), int(facts.free_disk_gib * GIB), besides)
 
 
 def disk_problems(settings: SftSettings | GrpoSettings, plan: Plan, facts: Facts, run_dir: str, there: int) -> list[Problem]:
@@ -244,7 +247,11 @@ def disk_problems(settings: SftSettings | GrpoSettings, plan: Plan, facts: Facts
     more = found.at_once - found.there
     why = (f"{more} more checkpoints of {size:.1f} GiB ({contents}) lie there at once, the one being written among them: "
            f"{found.needed_bytes / GIB:.1f} GiB, and {free:.1f} GiB are free")
-    fits = found.there + found.free_bytes // found.checkpoint_bytes - 1
-    fix = f"trainer.max_ckpt_to_keep={fits}, or more room" if fits >= 1 else "more room: two lie there while the second is written"
+    fits = found.there + found.free_bytes // found.checkpoint_bytes - 1 - found.besides
+    fix = "more room: two lie there while the second is written"
+    if fits >= 1:
+        fix = f"trainer.max_ckpt_to_keep={fits}, or more room"
+    elif found.besides:
+        fix = f"more room, or fewer by trainer.keep_every and trainer.keep_best, which keep up to {found.besides} more"
     found_keep = "null" if settings.trainer.max_ckpt_to_keep is None else str(settings.trainer.max_ckpt_to_keep)
     return [Problem("trainer.max_ckpt_to_keep", found_keep, why, fix, code=MACHINE_UNFIT, level="warning")]

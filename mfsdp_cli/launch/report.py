@@ -134,7 +134,7 @@ def _arithmetic(checked: Checked) -> list[tuple[str, str]]:
         ("steps", _steps(settings, plan, "rows" if sft else "prompts")),
         ("lr", f"{start}, {decay}"),
         ("validate", validation),
-        ("save", f"{_every(trainer.save_freq)}; keeps {trainer.max_ckpt_to_keep or 'all'}"),
+        ("save", f"{_every(trainer.save_freq)}; keeps {_kept(trainer)}"),
     ]
     return [row for row in rows if row[0] in ("world", "samplers", "reward", "validate")] if validates_only(settings) else rows
 
@@ -195,6 +195,13 @@ def _steps(settings, plan, rows: str) -> str:
         steps = f"{epoch} an epoch, x {trainer.total_epochs} epochs = {plan.total_steps}"
     dropped = plan.dropped_rows_per_epoch
     return steps + (f"; {dropped} {rows} an epoch fill no batch and are left out" if dropped else "")
+
+
+def _kept(trainer) -> str:
+    if trainer.max_ckpt_to_keep is None:
+        return "all"
+    every = f", those of every {trainer.keep_every} steps" if trainer.keep_every else ""
+    return f"{trainer.max_ckpt_to_keep}{every}" + (f", the best {trainer.keep_best} by {trainer.best_metric}" if trainer.keep_best else "")
 
 
 def _every(steps: int) -> str:

@@ -23,7 +23,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def write_checkpoint(run_dir: Path, step: int, *, contents=("model", "optimizer", "extra"), rows: int = 512, tp: int = 1) -> Path:
+def write_checkpoint(run_dir: Path, step: int, *, contents=("model", "optimizer", "extra"), rows: int = 512, tp: int = 1, **more) -> Path:
     """RUN/checkpoints/step_N of a complete checkpoint, as the trainer's files are named; no tensor in it is real."""
     from mfsdp_cli.checkpoint.manifest import Manifest
     from mfsdp_cli.checkpoint.saving import begin, commit
@@ -38,7 +38,7 @@ def write_checkpoint(run_dir: Path, step: int, *, contents=("model", "optimizer"
         (tmp / "source_index.json").write_text(json.dumps({"model.norm.weight": {"shape": [4], "dtype": "float32"}}))
     (tmp / "trainer.json").write_text("{}")
     return commit(tmp, Manifest(step=step, total_steps=9, samples_consumed=8 * step, contents=list(contents), topology={"world": tp, "tp": tp},
-                                dtype="float32", padded_vocab_size=rows, architecture="Qwen2ForCausalLM", source_model="tiny", num_tensors=1))
+                                dtype="float32", padded_vocab_size=rows, architecture="Qwen2ForCausalLM", source_model="tiny", num_tensors=1, **more))
 
 
 def write_chats(path: Path, num_rows: int) -> Path:

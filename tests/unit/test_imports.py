@@ -47,14 +47,15 @@ ALLOWED = {
     "checkpoint.export_proof": {"checkpoint", "engine"},
     "checkpoint.stored_weights": {"checkpoint", "engine"},
     "checkpoint.export_hf": {"checkpoint", "engine", "output"},  # a program of its own, which tells problems as the others do
-    # of launch: arithmetic and contract of the launcher
-    "train": {"train", "engine", "rollout", "rewards", "data", "checkpoint", "config", "launch.plan", "launch.run"},
+    # of launch: arithmetic, readings of the host, and the contract of the launcher
+    "train": {"train", "engine", "rollout", "rewards", "data", "checkpoint", "config", "launch.host", "launch.plan", "launch.run"},
 }
 # Parts of a package that are front end although the rest of it is not.
 FRONT_MODULES = ("config", "launch", "data.prepare", "data.sources", "data.convert", "checkpoint.manifest", "checkpoint.finding",
-                 "checkpoint.saving", "checkpoint.retention", "checkpoint.listing", "checkpoint.words", "checkpoint.inspect", "checkpoint.dcp_metadata", "checkpoint.dcp_pickle",
-                 "checkpoint.hf_folder", "checkpoint.layouts", "checkpoint.export_source", "checkpoint.export_target", "checkpoint.reuse",
-                 "rewards.custom", "rewards.base", "rewards.gsm8k", "rewards.numbers", "rewards.latex")
+                 "checkpoint.saving", "checkpoint.retention", "checkpoint.listing", "checkpoint.words", "checkpoint.inspect",
+                 "checkpoint.dcp_metadata", "checkpoint.dcp_pickle", "checkpoint.hf_folder", "checkpoint.layouts",
+                 "checkpoint.export_source", "checkpoint.export_target", "checkpoint.reuse", "rewards.custom", "rewards.base",
+                 "rewards.gsm8k", "rewards.numbers", "rewards.latex")
 
 
 def modules():

@@ -341,6 +341,10 @@ def test_disk_by_hand():
     assert disk(checkpoint__save_contents=["model", "extra"]).checkpoint_bytes == 4 * 7_615_616_512
     assert disk(trainer__max_ckpt_to_keep=None).at_once == 5 and disk(trainer__save_freq=-1).at_once == 1
     assert disk(trainer__save_freq=400).at_once == 2 and disk(trainer__max_ckpt_to_keep=1).at_once == 2
+    # every second save stays too: those of 200 and 400; and the best two; all five at once, but no more than there are
+    assert disk(trainer__keep_every=200, trainer__max_ckpt_to_keep=1).at_once == 1 + 1 + 2
+    assert disk(trainer__keep_best=2, trainer__max_ckpt_to_keep=1).at_once == 1 + 1 + 2
+    assert disk(trainer__keep_every=200, trainer__keep_best=2).at_once == 5
     resumed = disk(there=3)
     assert (resumed.at_once, resumed.there, resumed.needed_bytes) == (4, 3, resumed.checkpoint_bytes)
     padded = disk(make_facts(model_config=QWEN2 | {"vocab_size": 152063}))
@@ -362,4 +366,8 @@ def test_disk_that_is_too_small():
     assert few.fix.startswith("trainer.max_ckpt_to_keep=2,") and disk_told(340.4, trainer__max_ckpt_to_keep=2) == []
     [none] = disk_told(80)
     assert (none.level, none.code, none.key) == ("error", 4, "trainer.output_dir") and "is 85.1 GiB, and 80.0 GiB are free" in none.why
+    [best] = disk_told(300, trainer__max_ckpt_to_keep=2, trainer__keep_best=1)
+    assert best.fix.startswith("trainer.max_ckpt_to_keep=1,") and disk_told(300, trainer__max_ckpt_to_keep=1, trainer__keep_best=1) == []
+    [most] = disk_told(300, trainer__max_ckpt_to_keep=1, trainer__keep_best=3)
+    assert "fewer by trainer.keep_every and trainer.keep_best, which keep up to 3 more" in most.fix
     assert disk_told(90, there=3) == [] and "two lie there" in disk_told(90)[0].fix
