@@ -37,14 +37,18 @@ _TE_NAMES = (
 )
 
 
-def save(engine, folder: str | Path, contents: list[str]) -> tuple[int, dict[str, dict]]:
-    """Write the parts of `engine` named in `contents` into `folder`, and flush them to the disk. Collective. Returns the number of
-    tensors, and size and CRC-32 of every file by name, of all ranks."""
-    state = _state(engine, contents)
+def save(engine, folder: str | Path, contents: list[str]) -> None:
+    """Write the parts of `engine` named in `contents` into `folder`, and flush them to the disk. Collective."""
+    write(collect(engine, contents), folder)
+
+
+def write(state: dict[str, torch.Tensor], folder: str | Path, group=None) -> tuple[int, dict[str, dict]]:
+    """Write what `collect` or `copied` gave. Collective, in `group`. Returns the number of tensors, and size and CRC-32 of every
+    file by name, of all ranks."""
     writer = Writer(folder, num_threads())
-    dcp.save(state, storage_writer=writer)
+    dcp.save(state, storage_writer=writer, process_group=group)
     done: list = [None] * dist.get_world_size()
-    dist.all_gather_object(done, (list(state), writer.files))
+    dist.all_gather_object(done, (list(state), writer.files), group=group)
     return len(set().union(*(names for names, _ in done))), {name: entry for _, files in done for name, entry in files.items()}
 
 
@@ -54,10 +58,11 @@ def load(engine, folder: str | Path, contents: list[str]) -> list[Problem]:
     Raises MfsdpError when a tensor is missing, superfluous or of another shape: nothing is loaded in part. (DCP and
     Megatron skip what is missing; Megatron forces strict=False for gated models.)"""
     stored = stored_tensors(folder)
-    state = _state(engine, contents)
+    state = collect(engine, contents)
     notes = _settle_rng(state, stored)
     read_into(state, folder, stored, contents)
     engine.module.module.install_optimized_model_weights()
+    engine.module.synchronize_param_gather()  # an evaluation before this gathered weights that the next one would use again
     if "optimizer" in contents:
         engine.set_num_updates(int(state[UPDATES]))
     if "extra" in contents:
@@ -93,8 +98,8 @@ class _Parameters:
 
 # ---------------------------------------------------------------- the tensors of this rank
 
-def _state(engine, contents: list[str]) -> dict[str, torch.Tensor]:
-    """name -> DTensor that shares memory with the engine; loading into it loads the engine."""
+def collect(engine, contents: list[str]) -> dict[str, torch.Tensor]:
+    """name -> DTensor that shares memory with the engine; loading into it loads the engine. Collective."""
     from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict, handle_swiglu_in_state_dict
 
     model = engine.module.module
@@ -118,6 +123,30 @@ def _state(engine, contents: list[str]) -> dict[str, torch.Tensor]:
     if "extra" in contents:
         state |= {f"rng.{dist.get_rank():05d}.{k}": v for k, v in _rng().items()}
     return state
+
+
+def copied(state: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy of `state` in host memory, which what is trained next does not touch. The memory, page-locked where there are GPUs,
+    is kept in `buffers` by name, and written over by the next copy."""
+    copies: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if name not in buffers:
+            buffers[name] = torch.empty(part.shape, dtype=part.dtype, pin_memory=torch.cuda.is_available())
+        copies[name] = buffers[name].copy_(part.detach(), non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor):
+            shard = (tensor._local_tensor.shape, tensor._local_tensor.__create_chunk_list__, tensor._local_tensor.__create_write_items__)
+            copies[name] = _placed(DTensor(copies[name], tensor._spec, requires_grad=False), shard)
+    return copies
+
+
+def num_bytes(engine, contents: list[str]) -> int:
+    """What a copy of this rank's part takes, but for the little that is not weights or moments. Collective, as `collect`."""
+    weights = sum(tensor._local_tensor.nbytes for tensor in collect(engine, ["model"]).values())
+    return weights * (("model" in contents) + len(MOMENTS) * ("optimizer" in contents))
 
 
 def _shards(engine, weights: dict[str, DTensor]) -> dict[str, tuple]:

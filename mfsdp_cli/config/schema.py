@@ -88,7 +88,8 @@ class OptimSettings(Section):
 class CheckpointSettings(Section):
     save_contents: list[str] = opt(["model", "optimizer", "extra"], "what a checkpoint holds; optimizer requires model", choices=SAVE_CONTENTS)
     load_contents: list[str] | None = opt(None, "what a resume restores; null: save_contents", choices=SAVE_CONTENTS)
-    async_save: bool = opt(False, "not supported with Megatron-FSDP: must stay False")
+    async_save: bool = opt(False, "not supported with Megatron-FSDP: must stay False; background_save is ours")
+    background_save: bool | None = opt(None, "write while training goes on, from a copy of the state in host memory; null: on GPUs where it fits")
     mbridge_config: dict = opt({}, "options of Bridge's weight saving: distributed_filesystem, memory_efficient")
 
 

@@ -6,24 +6,55 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 MEMORY_EVENTS = "/sys/fs/cgroup/memory.events"
+NVIDIA_SMI_LIMIT_S = 30.0  # the first call after a boot loads the driver
 
 
-def list_gpus(environ: Mapping[str, str]) -> list[tuple[str, int, float]]:
-    """(name, memory MiB, compute capability) of each visible GPU; none when there is no working nvidia-smi."""
+def list_gpus(environ: Mapping[str, str], limit_s: float = NVIDIA_SMI_LIMIT_S) -> tuple[list[tuple[str, int, float]], str]:
+    """(name, memory MiB, compute capability) of each visible GPU, and why there may be some that cannot be seen."""
+    table, error = nvidia_smi("index,uuid,memory.total,compute_cap,name", environ, limit_s)
+    if table and not _rows(table):
+        error = f"nvidia-smi prints no table of GPUs: {_first_line(table)}"
+    return visible_gpus(table, environ.get("CUDA_VISIBLE_DEVICES")), error
+
+
+def nvidia_smi(columns: str, environ: Mapping[str, str], limit_s: float = NVIDIA_SMI_LIMIT_S) -> tuple[str, str]:
+    """What it prints of each GPU, a line each; or nothing, and the reason, which is empty where nothing looks like a GPU."""
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if shutil.which("nvidia-smi", path=environ.get("PATH")) is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,compute_cap,name", "--format=csv,noheader,nounits"]
+        return "", f"there are {devices} devices /dev/nvidia*, and no nvidia-smi on the PATH" if devices else ""
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, env=dict(environ))
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return visible_gpus(answer.stdout, environ.get("CUDA_VISIBLE_DEVICES")) if answer.returncode == 0 else []
+        ended = run_child(["nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits"], environ, limit_s)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"no answer within {limit_s:g} s"
+        return "", f"nvidia-smi is there but failed: {reason}"
+    if ended.returncode != 0:
+        said = _first_line(ended.stdout) or _first_line(ended.stderr) or "it says nothing"
+        return "", f"nvidia-smi is there but failed with exit code {ended.returncode}: {said}"
+    return (ended.stdout, "") if ended.stdout.strip() else ("", "nvidia-smi is there but prints nothing")
+
+
+def run_child(command: list[str], environ: Mapping[str, str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a child to its end or its deadline, and end whatever it has started: a process that keeps a pipe open would make us wait for
+    ever. Raises OSError, subprocess.TimeoutExpired."""
+    child = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             text=True, errors="replace", start_new_session=True)
+    try:
+        out, err = child.communicate(timeout=limit_s)
+    finally:
+        with suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        child.stderr.close()
+    return subprocess.CompletedProcess(command, child.returncode, out, err)
 
 
 def visible_gpus(table: str, visible: str | None) -> list[tuple[str, int, float]]:
@@ -31,8 +62,7 @@ def visible_gpus(table: str, visible: str | None) -> list[tuple[str, int, float]
 
     As in CUDA, an entry of CUDA_VISIBLE_DEVICES that names no GPU hides itself and all that follow.
     """
-    rows = [[cell.strip() for cell in line.split(",", 4)] for line in table.splitlines() if line.count(",") >= 4]
-    gpus = [(index, uuid, (name, int(_number(memory)), _number(capability))) for index, uuid, memory, capability, name in rows]
+    gpus = [(index, uuid, (name, int(_number(memory)), _number(capability))) for index, uuid, memory, capability, name in _rows(table)]
     if visible is None:
         return [gpu for _, _, gpu in gpus]
     chosen = []
@@ -46,12 +76,18 @@ def visible_gpus(table: str, visible: str | None) -> list[tuple[str, int, float]
     return chosen
 
 
+def _rows(table: str) -> list[list[str]]:
+    rows = [[cell.strip() for cell in line.split(",", 4)] for line in table.splitlines() if line.count(",") >= 4]
+    return [row for row in rows if row[0].isdecimal() and row[1].startswith("GPU-")]
+
+
 def _number(text: str) -> float:
     """nvidia-smi writes [N/A] for what a device does not tell."""
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
+    return float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,12})?", text) else 0.0
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip()[:200] for line in text.splitlines() if line.strip()), "")
 
 
 def num_cores() -> int:
@@ -71,6 +107,18 @@ def host_memory_gib() -> float:
     if limit and limit[0] != "max":
         total = min(total, int(limit[0])) if total else int(limit[0])
     return total / 2**30
+
+
+def memory_free_gib() -> float:
+    """Memory that can be had without swapping: of the host, or what the cgroup has left if that is less."""
+    words = read_words("/proc/meminfo")
+    free = int(words[words.index("MemAvailable:") + 1]) * 1024 if "MemAvailable:" in words else 0
+    limit, used = read_words("/sys/fs/cgroup/memory.max"), read_words("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0] != "max":
+        cached = read_words("/sys/fs/cgroup/memory.stat")
+        inactive = int(cached[cached.index("inactive_file") + 1]) if "inactive_file" in cached else 0
+        free = min(free, int(limit[0]) - int(used[0]) + inactive)
+    return free / 2**30
 
 
 def oom_kills() -> int:

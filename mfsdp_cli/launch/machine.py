@@ -21,13 +21,13 @@ from pathlib import Path
 from mfsdp_cli.errors import Problem
 from mfsdp_cli.launch.facts import PACKAGES
 from mfsdp_cli.launch.host import (
-    free_disk_gib, host_memory_gib, installed_versions, list_gpus, nearest_parent, num_cores, ray_token, read_words,
+    NVIDIA_SMI_LIMIT_S, free_disk_gib, host_memory_gib, installed_versions, list_gpus, memory_free_gib, nearest_parent, num_cores,
+    nvidia_smi, ray_token, read_words, run_child,
 )
 from mfsdp_cli.records import Record
 
 IMPORT_LIMIT_S = 120.0
 RAY_LIMIT_S = 30.0
-QUICK_LIMIT_S = 10.0
 CONNECT_LIMIT_S = 5.0
 # what `--deep` imports, in this order, and an expression whose value is worth telling
 DEEP = {
@@ -77,7 +77,8 @@ class Answer(Record):
 
 class Machine(Record):
     """python, prefix        version of the interpreter, and the environment it belongs to; venv is the checkout's own, or None
-    gpus                     (name, MiB, compute capability) of the visible GPUs; num_devices counts /dev/nvidia0, 1, …
+    gpus                     (name, MiB, compute capability) of the visible GPUs; gpu_error why they cannot be seen; num_devices counts
+                             /dev/nvidia0, 1, …
     gpu_used_mib             memory in use on each GPU of the host, visible or not
     driver                   version of the NVIDIA driver; None without one. cuda_compat: NVIDIA's forward-compatibility libraries are here
     torch_cuda               CUDA version that torch was built for; "" for a build without, None when that cannot be read
@@ -117,18 +118,20 @@ class Machine(Record):
     ray_address: str | None = None
     ray: Answer | None = None
     imports: dict[str, Answer] = field(default_factory=dict)
+    gpu_error: str = ""
 
 
-def look(environ: Mapping[str, str], folder: str, ray_address: str | None, deep: bool) -> Machine:
+def look(environ: Mapping[str, str], folder: str, ray_address: str | None, deep: bool, limit_s: float = NVIDIA_SMI_LIMIT_S) -> Machine:
     """Read this machine. Takes a second or so; `ray_address` and `deep` each add child processes, with deadlines."""
     versions = installed_versions(PACKAGES)
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    used, driver = _nvidia_smi(environ)
+    gpus, gpu_error = list_gpus(environ, limit_s)
+    used, driver = _use_and_driver(environ, limit_s) if not gpu_error else ([], None)
     existing = nearest_parent(folder)
     return Machine(
         environ=dict(environ), python=".".join(map(str, sys.version_info[:3])), prefix=sys.prefix, venv=_checkout_venv(), versions=versions,
         torch_cuda=torch_cuda() if versions["torch"] else None, clashes=find_clashes([n for n in PACKAGES if versions[n]]),
-        gpus=list_gpus(environ), num_devices=len(list(Path("/dev").glob("nvidia[0-9]*"))), gpu_used_mib=used,
+        gpus=gpus, gpu_error=gpu_error, num_devices=len(list(Path("/dev").glob("nvidia[0-9]*"))), gpu_used_mib=used,
         driver=driver or _kernel_driver(), cuda_compat=any(Path("/usr/local").glob("cuda*/compat/**/libcuda.so.*")),
         interfaces=_interfaces(), infiniband=_names("/sys/class/infiniband"),
         folder=folder, free_disk_gib=free_disk_gib(folder), folder_writable=existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
@@ -141,19 +144,15 @@ def look(environ: Mapping[str, str], folder: str, ray_address: str | None, deep:
 
 
 def ask(command: list[str], environ: Mapping[str, str], limit_s: float) -> Answer:
-    """Run a child to its end or its deadline; its last line of stdout, or of stderr when it fails. It is killed with all its children."""
-    child = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             text=True, errors="replace", start_new_session=True)
+    """What a child says in its last line of stdout, or of stderr when it fails."""
     try:
-        out, err = child.communicate(timeout=limit_s)
+        ended = run_child(command, environ, limit_s)
     except subprocess.TimeoutExpired:
         return Answer(False, f"no answer within {limit_s:g} s")
-    finally:
-        _end_group(child)
-    lines = [line.strip() for line in (out if child.returncode == 0 else err).splitlines() if line.strip()]
-    if child.returncode == 0:
+    lines = [line.strip() for line in (ended.stdout if ended.returncode == 0 else ended.stderr).splitlines() if line.strip()]
+    if ended.returncode == 0:
         return Answer(True, lines[-1] if lines else "")
-    return Answer(False, lines[-1] if lines else f"ended with exit code {child.returncode}")
+    return Answer(False, lines[-1] if lines else f"ended with exit code {ended.returncode}")
 
 
 def ask_ray(address: str, environ: Mapping[str, str]) -> Answer:
@@ -165,17 +164,6 @@ def ask_ray(address: str, environ: Mapping[str, str]) -> Answer:
         except OSError as error:
             return Answer(False, str(error.strerror or error))
     return ask([sys.executable, "-c", RAY_PROGRAM, address], {**environ, **ray_token(environ)}, RAY_LIMIT_S)
-
-
-def _end_group(child: subprocess.Popen) -> None:
-    """Also what the child started: a daemon that keeps a pipe open would make us wait for ever."""
-    try:
-        os.killpg(child.pid, 9)
-    except ProcessLookupError:
-        pass  # all of them have ended
-    child.wait()
-    child.stdout.close()
-    child.stderr.close()
 
 
 def _try_imports(versions: dict[str, str | None], environ: Mapping[str, str]) -> dict[str, Answer]:
@@ -250,16 +238,10 @@ def _checkout_venv() -> str | None:
     return str(venv) if (venv / "bin" / "python").exists() else None
 
 
-def _nvidia_smi(environ: Mapping[str, str]) -> tuple[list[int], str | None]:
+def _use_and_driver(environ: Mapping[str, str], limit_s: float) -> tuple[list[int], str | None]:
     """(memory in use on each GPU in MiB, driver version)."""
-    if shutil.which("nvidia-smi", path=environ.get("PATH")) is None:
-        return [], None
-    query = ["nvidia-smi", "--query-gpu=memory.used,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=QUICK_LIMIT_S, env=dict(environ))
-    except (OSError, subprocess.TimeoutExpired):
-        return [], None
-    rows = [line.split(",") for line in answer.stdout.splitlines() if line.count(",") == 1] if answer.returncode == 0 else []
+    table, _ = nvidia_smi("memory.used,driver_version", environ, limit_s)
+    rows = [line.split(",") for line in table.splitlines() if line.count(",") == 1]
     return [int(used) for used, _ in rows if used.strip().isdecimal()], rows[0][1].strip() if rows else None
 
 
@@ -280,15 +262,3 @@ def _interfaces() -> list[str]:
 
 def _names(folder: str) -> list[str]:
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-
-
-def memory_free_gib() -> float:
-    """Memory that can be had without swapping: of the host, or what the cgroup has left if that is less."""
-    words = read_words("/proc/meminfo")
-    free = int(words[words.index("MemAvailable:") + 1]) * 1024 if "MemAvailable:" in words else 0
-    limit, used = read_words("/sys/fs/cgroup/memory.max"), read_words("/sys/fs/cgroup/memory.current")
-    if limit and used and limit[0] != "max":
-        cached = read_words("/sys/fs/cgroup/memory.stat")
-        inactive = int(cached[cached.index("inactive_file") + 1]) if "inactive_file" in cached else 0
-        free = min(free, int(limit[0]) - int(used[0]) + inactive)
-    return free / 2**30

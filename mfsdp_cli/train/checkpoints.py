@@ -1,23 +1,20 @@
-"""A checkpoint as a whole: sharded tensors, Hugging Face files, manifest; and the way back from it."""
+"""What a run starts from: the checkpoint to continue, or the model; and the Hugging Face files that go into a checkpoint."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch.distributed as dist
 
-from mfsdp_cli.checkpoint import dtensor, finding, manifest, retention, saving
-from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, DIST_CKPT, HUGGINGFACE, Manifest
-from mfsdp_cli.checkpoint.reuse import SOURCE_INDEX, ModelSource, load_contents, model_checkpoint, resume_problems
+from mfsdp_cli.checkpoint import dtensor, finding, manifest
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, DIST_CKPT, Manifest
+from mfsdp_cli.checkpoint.reuse import ModelSource, load_contents, model_checkpoint, resume_problems
 from mfsdp_cli.config.schema import OptimSettings, SftSettings
 from mfsdp_cli.errors import MfsdpError, Problem
-from mfsdp_cli.train.save_failure import explained, on_first_rank
 
-PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformers")
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _INDEX = ".index.json"
 
@@ -86,46 +83,6 @@ def build_engine(settings: SftSettings, source: ModelSource, resume: Resume | No
         vocab_rows=resume.manifest.padded_vocab_size if resume else source.vocab_rows, trust_remote_code=settings.model.trust_remote_code,
     )
     return engine, dtensor.load(engine, checkpoint / DIST_CKPT, contents) if checkpoint else []
-
-
-def save(engine, settings: SftSettings, run_dir: Path, source: ModelSource, position: Position, total_steps: int,
-         end_of_turn_id: int) -> Path:
-    """Write RUN/checkpoints/step_N and drop what retention no longer keeps. Collective. Returns the folder. Raises MfsdpError on
-    every rank when one cannot write; what was saved before is left alone."""
-    checkpoints = run_dir / CHECKPOINTS
-    tmp = checkpoints / (manifest.step_folder(position.step) + manifest.TMP)
-    contents = settings.checkpoint.save_contents
-
-    def finish() -> None:
-        if "model" in contents:
-            copy_huggingface_files(source.folder, tmp / HUGGINGFACE, end_of_turn_id, settings.model.trust_remote_code)
-            # an export is checked against it, also when the source is gone
-            (tmp / SOURCE_INDEX).write_text(json.dumps(source.tensors(), indent=0) + "\n")
-        (tmp / "trainer.json").write_text(json.dumps({
-            "step": position.step, "samples_consumed": position.samples_consumed, "total_steps": total_steps, "seed": settings.trainer.seed,
-        }, indent=1) + "\n")
-        flushed = {f"{DIST_CKPT}/{name}": entry for name, entry in files.items()}
-        saving.commit(tmp, _manifest(engine, settings, position, total_steps, num_tensors), flushed)
-        retention.prune(checkpoints, settings.trainer.max_ckpt_to_keep)
-
-    with explained(tmp, position.step):
-        on_first_rank(lambda: saving.begin(checkpoints, position.step))
-        num_tensors, files = dtensor.save(engine, tmp / DIST_CKPT, contents)
-        on_first_rank(finish)
-    return checkpoints / manifest.step_folder(position.step)
-
-
-def _manifest(engine, settings: SftSettings, position: Position, total_steps: int, num_tensors: int) -> Manifest:
-    e = settings.engine
-    topology = {
-        "world": dist.get_world_size(), "dp": engine.dp_size, "tp": e.tensor_model_parallel_size, "pp": 1, "cp": e.context_parallel_size,
-        "ep": e.expert_model_parallel_size, "etp": e.expert_tensor_parallel_size,
-    }
-    return Manifest(
-        step=position.step, total_steps=total_steps, samples_consumed=position.samples_consumed, contents=list(settings.checkpoint.save_contents),
-        topology=topology, dtype=e.dtype, padded_vocab_size=engine.vocab_rows, architecture=engine.hf_config.architectures[0],
-        source_model=settings.model.path, num_tensors=num_tensors, versions={p: version(p) for p in PACKAGES},
-    )
 
 
 def copy_huggingface_files(source: Path, target: Path, end_of_turn_id: int, with_code: bool) -> None:

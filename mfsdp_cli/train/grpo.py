@@ -41,13 +41,10 @@ def train(settings: GrpoSettings, run_dir: Path, process: RankProcess) -> None:
     with RewardPool(reward.num_workers, reward.timeout_s, reward.name, reward.function) as pool:
         pool.self_test()
         with Cluster(settings, run_dir, process.attempt_dir, on_gpu) as cluster:
-            run = Run(settings, run_dir, process, cluster, pool)
-            try:
+            with Run(settings, run_dir, process, cluster, pool) as run:
                 run.sync_weights()
                 with MetricsLog(run_dir, trainer.logger, trainer.project_name, trainer.experiment_name, to_dict(settings), True, run.step) as log:
                     loop(run, log, EtaMeter(run.total_steps))
-            finally:
-                run.weights.close()
 
 
 def loop(run: Run, log, meter) -> None:
@@ -84,6 +81,7 @@ def loop(run: Run, log, meter) -> None:
         if last or due(step, trainer.save_freq):
             log.sync()
             run.save()
+        run.tell_saves(wait=last)
     done = trainer.val_only or run.step >= run.total_steps
     process.say("done" if done else "stopped on request")
     process.finish({"status": "done" if done else "stopped", "step": run.step, "total_steps": run.total_steps, "checkpoint": run.saved, "metrics": record})
@@ -217,6 +215,7 @@ class Run:
         if reason and self.settings.rollout.one_step_ahead:
             reason += "; with rollout.one_step_ahead the responses are one step old: a lower optim.lr or a higher algorithm.mismatch_alarm allows for it"
         if reason:
+            self.tell_saves(wait=True)
             raise ArithmeticError(f"step {step}: {reason}; the last checkpoint is {self.saved}")
 
     def sync_weights(self) -> None:
@@ -245,9 +244,25 @@ class Run:
         return found
 
     def save(self) -> None:
-        started = time.monotonic()
-        self.saved = self.cluster.on_ranks("save", self.step, self.samples_consumed, self.total_steps, self.end_of_turn_id)[0]
-        self.process.say(f"saved {self.saved} ({time.monotonic() - started:.1f} s)")
+        self.cluster.on_ranks("save", self.step, self.samples_consumed, self.total_steps, self.end_of_turn_id)
+
+    def tell_saves(self, wait: bool = False) -> None:
+        """Ranks may write a checkpoint while the loop goes on: what has been completed meanwhile. Raises what made a save fail."""
+        saved, lines = self.cluster.on_ranks("saved", wait)[0]
+        self.saved = saved or self.saved
+        for line in lines:
+            self.process.say(line)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is not None:
+            try:
+                self.tell_saves(wait=True)
+            except Exception as second:  # most likely the same failure again: the first is the one to tell
+                self.process.say(f"note: a save that was under way, if any, came to nothing: {second}")
+        self.weights.close()
 
 
 def split(answers: list[Answer], groups_per_part: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ collective: the driver calls it on all ranks with the same arguments.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from mfsdp_cli.types import Experience, PackedBatch, Sample
 class TrainerRank:
     def __init__(self, settings: GrpoSettings, run_dir: Path, rank: int, world_size: int, local_rank: int):
         self.settings, self.run_dir, self.rank, self.world_size, self.local_rank = settings, run_dir, rank, world_size, local_rank
+        self.saver, self.lines = None, []
 
     def start(self, init_method: str) -> dict:
         """Join the group, build the policy from the latest checkpoint or the model, and the reference. Returns where the
@@ -25,6 +27,7 @@ class TrainerRank:
         from mfsdp_cli.train import checkpoints
 
         s = self.settings
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(min(self.world_size, s.trainer.n_gpus_per_node)))  # as torchrun says it
         self.device = init_distributed(s.engine, s.trainer.startup_timeout_s, init_method=init_method, rank=self.rank,
                                        world_size=self.world_size, local_rank=self.local_rank)
         self.source = checkpoints.find_source(s.model.path, s.model.trust_remote_code, self.local_rank)
@@ -140,12 +143,25 @@ class TrainerRank:
         for _ in weights:
             pass
 
-    def save(self, step: int, samples_consumed: int, total_steps: int, end_of_turn_id: int) -> str:
-        """Write RUN/checkpoints/step_N. Returns its path."""
-        from mfsdp_cli.train import checkpoints
+    def save(self, step: int, samples_consumed: int, total_steps: int, end_of_turn_id: int) -> None:
+        """Write RUN/checkpoints/step_N, or begin to: see `saved`."""
+        from mfsdp_cli.train.checkpoints import Position
+        from mfsdp_cli.train.saver import Saver
 
-        position = checkpoints.Position(step, samples_consumed)
-        return str(checkpoints.save(self.policy, self.settings, self.run_dir, self.source, position, total_steps, end_of_turn_id))
+        if self.saver is None:
+            self.saver = Saver(self.policy, self.settings, self.run_dir, self.source, total_steps, end_of_turn_id, None, self.lines.append)
+        self.saver.save(Position(step, samples_consumed))
+
+    def saved(self, wait: bool) -> tuple[str | None, list[str]]:
+        """The newest checkpoint that this attempt has completed, and lines for people since the last call. Raises what made a save fail.
+
+        wait  for the save that is under way
+        """
+        if self.saver is None:
+            return None, []
+        self.saver.wait() if wait else self.saver.check()
+        lines, self.lines[:] = list(self.lines), []
+        return None if self.saver.saved is None else str(self.saver.saved), lines
 
     def peak_memory_gib(self) -> float:
         from mfsdp_cli.train.sft import peak_memory_gib

@@ -25,8 +25,8 @@ WAYS_OUT = {
 }
 
 
-def on_first_rank(action: Callable[[], object]) -> None:
-    """Call it on rank 0, while the others wait. What goes wrong there is raised on every rank. Collective."""
+def on_first_rank(action: Callable[[], object], group=None) -> None:
+    """Call it on rank 0, while the others wait. What goes wrong there is raised on every rank. Collective, in `group`."""
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -34,14 +34,14 @@ def on_first_rank(action: Callable[[], object]) -> None:
         except Exception as error:
             failure = error
     told = [failure if failure is None or isinstance(failure, OSError) else RuntimeError(f"rank 0: {failure!r}")]
-    dist.broadcast_object_list(told, src=0)
+    dist.broadcast_object_list(told, src=0, group=group)
     if told[0] is not None:
         raise failure or told[0]
 
 
 @contextmanager
-def explained(tmp: Path, step: int):
-    """Around a save into `tmp` on every rank: a failure to write becomes an MfsdpError that says what to do. Collective.
+def explained(tmp: Path, step: int, group=None):
+    """Around a save into `tmp` on every rank: a failure to write becomes an MfsdpError that says what to do. Collective, in `group`.
 
     Nobody trains on for days without a checkpoint: a save that fails ends the run."""
     try:
@@ -51,18 +51,18 @@ def explained(tmp: Path, step: int):
         if not any(isinstance(failure, OSError) for failure in failures.values()):
             raise RuntimeError(str(error)) from error
         rank, failure = next((rank, failure) for rank, failure in failures.items() if isinstance(failure, OSError))
-        raise _failed(tmp, step, failure, rank, len(failures)) from error
+        raise _failed(tmp, step, failure, rank, len(failures), group) from error
     except OSError as error:
-        raise _failed(tmp, step, error, 0, 1) from error
+        raise _failed(tmp, step, error, 0, 1, group) from error
 
 
-def _failed(tmp: Path, step: int, error: OSError, rank: int, num_ranks: int) -> MfsdpError:
+def _failed(tmp: Path, step: int, error: OSError, rank: int, num_ranks: int, group) -> MfsdpError:
     checkpoints = tmp.parent
     earlier = complete_steps(checkpoints)
     room = _room(tmp, earlier) if error.errno in NO_ROOM else ""
     if dist.get_rank() == 0:
         shutil.rmtree(tmp, ignore_errors=True)
-    dist.barrier()
+    dist.barrier(group)
     who = f"rank {rank}" + (f" and {num_ranks - 1} more" if num_ranks > 1 else "")
     safe = f"{earlier[max(earlier)].name} is whole, and the same command then goes on from it" if earlier else "there is no earlier one"
     why = f"step {step} could not be saved, so the run ends here{room}; {safe}"

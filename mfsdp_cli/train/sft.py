@@ -36,6 +36,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     from mfsdp_cli.train import checkpoints
     from mfsdp_cli.train.losses import sft_loss
     from mfsdp_cli.train.metrics import EtaMeter, MetricsLog, step_line
+    from mfsdp_cli.train.saver import Saver
     from mfsdp_cli.train.schedule import due, learning_rate
 
     data, trainer = settings.data, settings.trainer
@@ -56,15 +57,8 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     stream = BatchStream(train_rows, data.train_batch_size, trainer.seed, data.shuffle, position.samples_consumed)
     meter = EtaMeter(total_steps)
     record: dict = {}
-    saved = resume.folder if resume else None
+    saver = Saver(engine, settings, run_dir, source, total_steps, chat.end_of_turn_id, resume.folder if resume else None, process.say)
     stopped = False
-
-    def save():
-        nonlocal saved
-        started = time.monotonic()
-        log.sync()
-        saved = checkpoints.save(engine, settings, run_dir, source, position, total_steps, chat.end_of_turn_id)
-        process.say(f"saved {saved} ({time.monotonic() - started:.1f} s)")
 
     def validate():
         val_loss = evaluate(engine, settings, val_rows)
@@ -72,8 +66,8 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
         record["val_loss"] = val_loss
         process.say(step_line({"step": position.step, "total_steps": total_steps, "val_loss": val_loss}))
 
-    with stream, MetricsLog(run_dir, trainer.logger, trainer.project_name, trainer.experiment_name, to_dict(settings), process.rank == 0,
-                            position.step) as log:
+    with stream, saver, MetricsLog(run_dir, trainer.logger, trainer.project_name, trainer.experiment_name, to_dict(settings),
+                                   process.rank == 0, position.step) as log:
         for note in log.notes:
             process.say(f"note: {note}")
         if val_rows is not None and position.step == 0:
@@ -90,7 +84,8 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
                 grad_norm = engine.optimizer_step(lr)
             except NonFiniteGradient as error:
                 report_bad_batch(batch, loss, process)
-                raise ArithmeticError(f"step {step}: {error}; nothing was applied, the last checkpoint is {saved}; the batch is in "
+                saver.wait()
+                raise ArithmeticError(f"step {step}: {error}; nothing was applied, the last checkpoint is {saver.saved}; the batch is in "
                                       f"{process.attempt_dir / 'bad_batch.json'}") from error
             position = checkpoints.Position(step, stream.samples_consumed)
 
@@ -113,12 +108,15 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
             if val_rows is not None and not stopped and (last or due(step, trainer.test_freq)):
                 validate()
             if last or due(step, trainer.save_freq):
-                save()
+                log.sync()
+                saver.save(position)
+            saver.check()
             if stopped:
                 break
     process.say("stopped on request" if stopped and position.step < total_steps else "done")
     status = "stopped" if position.step < total_steps else "done"
-    process.finish({"status": status, "step": position.step, "total_steps": total_steps, "checkpoint": str(saved) if saved else None, "metrics": record})
+    saved = str(saver.saved) if saver.saved else None
+    process.finish({"status": status, "step": position.step, "total_steps": total_steps, "checkpoint": saved, "metrics": record})
     dist.barrier()
     dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -26,9 +27,14 @@ class RanksFailed(RuntimeError):
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below the ports that the kernel gives to outgoing connections: one of those could be taken before it is listened on."""
+    while True:
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", random.SystemRandom().randrange(15000, 32000)))
+                return s.getsockname()[1]
+            except OSError:
+                continue
 
 
 def run_ranks(world_size: int, function, *args, timeout_s: float = 180, **kwargs) -> list:

@@ -21,7 +21,7 @@ BASE = {"__version__", "errors", "records", "types", "config.schema", "config.sc
 ALLOWED = {
     "__main__": {"cli"},
     "cli": {"cli_ckpt", "cli_config", "cli_train", "lazy", "options", "output", "launch", "data.prepare"},
-    "cli_ckpt": {"options", "output", "launch", "checkpoint.inspect", "checkpoint.listing"},
+    "cli_ckpt": {"options", "output", "launch", "checkpoint.inspect", "checkpoint.listing", "checkpoint.diff"},
     "lazy": {"options"},
     "cli_config": {"options", "output", "config"},
     "cli_train": {"options", "output", "launch", "samples"},
@@ -41,7 +41,7 @@ ALLOWED = {
     "rollout": {"rollout"},
     "rewards": {"rewards"},
     "checkpoint": {"checkpoint"},
-    "checkpoint.listing": {"checkpoint", "output"},
+    **{f"checkpoint.{name}": {"checkpoint", "output"} for name in ("inspect", "listing", "diff", "diff_values")},
     "checkpoint.dtensor": {"checkpoint", "engine"},
     "checkpoint.export_progress": {"output"},
     "checkpoint.export_proof": {"checkpoint", "engine"},
@@ -175,7 +175,9 @@ def test_a_check_loads_nothing_slow_either(tmp_path, args, code):
     (["sft", "--model", "model", "--train-files", "none.parquet", "optim.lr=x"], 3),
     (["config", "show", "--preset", "sft-tiny-cpu"], 0),
     (["prep-data", "arithmetic", "-o", "d", "--rows", "3", "--test-rows", "1"], 0),
-    (["ckpt", "inspect", "model", "--tensors"], 0),
+    (["ckpt", "inspect", "model", "--tensors", "norm"], 0),
+    (["ckpt", "list", "none"], 5),
+    (["ckpt", "diff", "model", "model"], 0),
     (["ckpt", "inspect", "none"], 5),
     (["doctor"], 0),
 ])
