@@ -15,6 +15,8 @@ from mfsdp_cli.errors import MACHINE_UNFIT, Problem
 
 TRANSFORMERS = ((5, 8, 0), (5, 12, 1))  # range that Bridge 0.6.2 declares
 KNOWN_GOOD_RAY = {"ray": "2.60.0"}
+NVIDIA_SMI_FIX = "run nvidia-smi by hand until it lists the GPUs (a new driver needs a reboot; in a container: --gpus all, and \
+NVIDIA_DRIVER_CAPABILITIES=compute,utility), or engine.device=cpu"
 AMPERE = 8.0  # compute capability from which GPUs multiply bfloat16
 
 
@@ -27,8 +29,8 @@ def gpus(s, f) -> Iterator[Problem]:
     ranks, more = s.trainer.n_gpus_per_node, sampler_gpus(s)
     if s.engine.device == "cuda" and f.num_gpus == 0:
         yield Problem(
-            "engine.device", "cuda", "nvidia-smi shows no GPU, or CUDA_VISIBLE_DEVICES hides them all",
-            "engine.device=cpu, or run where there are GPUs", code=MACHINE_UNFIT,
+            "engine.device", "cuda", f.gpu_error or "nvidia-smi shows no GPU, or CUDA_VISIBLE_DEVICES hides them all",
+            NVIDIA_SMI_FIX if f.gpu_error else "engine.device=cpu, or run where there are GPUs", code=MACHINE_UNFIT,
         )
     elif uses_cuda(s, f) and not joins_cluster(s) and ranks + more > f.num_gpus:
         hidden = f" (CUDA_VISIBLE_DEVICES={f.environ['CUDA_VISIBLE_DEVICES']})" if f.environ.get("CUDA_VISIBLE_DEVICES") else ""
@@ -36,6 +38,14 @@ def gpus(s, f) -> Iterator[Problem]:
         why = f"{ranks} ranks need a GPU each{samplers}, and there are {f.num_gpus}{hidden}"
         fix = "rollout.colocate=True, or fewer ranks" if more else f"--nproc {f.num_gpus}, with a TP that divides it"
         yield Problem("trainer.n_gpus_per_node", str(ranks), why, fix, code=MACHINE_UNFIT)
+
+
+@rule("gpus-seen", "where there is a GPU, nvidia-smi shows it", OWN, level="warning", fix="nvidia-smi that works, or engine.device=cpu")
+def gpus_seen(s, f) -> Iterator[Problem]:
+    """engine.device=auto takes a machine whose GPUs cannot be seen for one without, and trains a hundred times slower than was meant."""
+    if s.engine.device == "auto" and f.num_gpus == 0 and f.gpu_error:
+        why = f"{f.gpu_error}. This is taken for a machine without GPUs, and the run would use the CPU"
+        yield Problem("engine.device", "auto", why, NVIDIA_SMI_FIX, level="warning")
 
 
 @rule("bf16-gpus", "GPUs that train in bfloat16 have compute capability 8.0", "NVIDIA, CUDA programming guide, compute capabilities",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-from mfsdp_cli.config.rules_machine import max_connections, max_connections_name
+from mfsdp_cli.config.rules_machine import NVIDIA_SMI_FIX, max_connections, max_connections_name
 from mfsdp_cli.launch.machine import Check, Machine
 
 # Oldest driver of each CUDA major version, its minor versions being compatible: docs.nvidia.com/deploy/cuda-compatibility
@@ -29,12 +29,12 @@ LOW_DISK_GIB, LOW_SHM_GIB, LOW_MEMORY_GIB, LOW_OPEN_FILES = 20.0, 1.0, 8.0, 4096
 
 def gpus(m: Machine, nnodes: int) -> Iterator[Check]:
     hidden = m.environ.get("CUDA_VISIBLE_DEVICES")
+    if m.gpu_error:
+        yield Check("gpus", "none that can be seen", "warning", f"{m.gpu_error}; runs go to the CPU", NVIDIA_SMI_FIX)
+        return
     if not m.gpus:
         if hidden is not None and (m.gpu_used_mib or m.num_devices):
             yield Check("gpus", "none", "warning", f"CUDA_VISIBLE_DEVICES={hidden} hides them all", "unset CUDA_VISIBLE_DEVICES")
-        elif m.num_devices:
-            yield Check("gpus", "none", "warning", f"there are {m.num_devices} devices /dev/nvidia*, but nvidia-smi does not work",
-                        "run nvidia-smi by hand; in a container: --gpus all, and NVIDIA_DRIVER_CAPABILITIES=compute,utility")
         else:
             yield Check("gpus", "none", "note", "runs go to the CPU: right for trying it out, slow for work")
         return

@@ -47,7 +47,8 @@ class ParquetFacts(Record):
 
 
 class Facts(Record):
-    """num_gpus      GPUs that CUDA_VISIBLE_DEVICES leaves visible; the gpu_ tuples have one entry each, 0 where unknown (MIG)
+    """num_gpus      GPUs that CUDA_VISIBLE_DEVICES leaves visible; the gpu_ tuples have one entry each, 0 where unknown (MIG);
+                     gpu_error says why there may be some that cannot be seen
     num_cpus         cores this process may use: affinity mask and cgroup quota
     host_memory_gib  physical memory, or the cgroup's limit if lower
     free_disk_gib    at the run folder, or at its nearest existing parent
@@ -84,11 +85,12 @@ class Facts(Record):
     reference_source: ModelSource | None = None
     reference_warnings: tuple[Problem, ...] = ()
     has_chat_template: bool = True
+    gpu_error: str = ""
 
 
 def gather(settings: SftSettings | GrpoSettings, environ: Mapping[str, str], run_dir: str | Path) -> Facts:
     """Read everything the rules and the plan need: nvidia-smi, /proc, config.json, weight headers, parquet footers."""
-    gpus = list_gpus(environ)
+    gpus, gpu_error = list_gpus(environ)
     model = _model(settings.model.path, environ)
     reference = _model(settings.ref.path if kind_of(settings) == "grpo" else None, environ)
     files = dict.fromkeys([*settings.data.train_files, *settings.data.val_files])
@@ -117,6 +119,7 @@ def gather(settings: SftSettings | GrpoSettings, environ: Mapping[str, str], run
         reference_source=reference.source,
         reference_warnings=reference.warnings,
         has_chat_template=model.folder is None or _has_chat_template(model.folder),
+        gpu_error=gpu_error,
     )
 
 

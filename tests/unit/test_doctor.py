@@ -179,7 +179,7 @@ def test_gpus_of_every_kind():
 def test_no_gpus():
     none = {"gpus": [], "gpu_used_mib": [], "num_devices": 0, "driver": None}
     assert found(**none) == {} and found(**none, torch_cuda="") == {}
-    assert "nvidia-smi does not work" in only("warning", **none | {"num_devices": 2}).why
+    assert "exit code 9" in only("warning", **none | {"num_devices": 2, "gpu_error": "nvidia-smi failed with exit code 9"}).why
     hidden = {"gpus": [], "environ": {"CUDA_VISIBLE_DEVICES": ""}}
     assert only("warning", **hidden).fix == "unset CUDA_VISIBLE_DEVICES"
 

@@ -145,6 +145,7 @@ SHARED = {
     "override-fits": Case(override(attention_softmax_in_fp32=1), override(attention_softmax_in_fp32=True)),
     "gpus-enough": Case({"trainer__n_gpus_per_node": 12}, {"trainer__n_gpus_per_node": 8}),
     "bf16-gpus": Case(bad_facts=gpus(*[V100] * 8), good_facts=gpus(*[A100] * 8)),
+    "gpus-seen": Case(bad_facts={"gpu_error": "nvidia-smi failed"}, good_facts={"gpu_error": ""}, settings={"engine__device": "auto"}, cpu=True),
     "gpus-alike": Case(bad_facts=gpus(*[H200] * 7, A100), good_facts=gpus(*[A100] * 8)),
     "no-mig-ranks": Case({"trainer__n_gpus_per_node": 2}, {"trainer__n_gpus_per_node": 1}, facts=gpus(MIG, MIG),
                          settings={"engine__tensor_model_parallel_size": 1}),
