@@ -124,7 +124,7 @@ def report(name: str, args, step, device) -> None:
 
 def predicted_gib(args, tokens: int) -> float:
     from mfsdp_cli.launch.memory import Layout, training_peak
-    from mfsdp_cli.launch.parameters import model_shape
+    from mfsdp_cli.config.parameters import model_shape
 
     shape = model_shape(SHAPES[args.shape] | {"architectures": ["Qwen2ForCausalLM"]})
     return training_peak(shape, Layout(), tokens, args.recompute).total / 2**30

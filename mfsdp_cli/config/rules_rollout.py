@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from mfsdp_cli.config.parameters import WIDTHS, model_shape, num_parameters
 from mfsdp_cli.config.rulebook import OWN, rule
 from mfsdp_cli.config.rules_model import is_moe, shape_of
 from mfsdp_cli.config.rules_parallel import uses_cuda, world_size
@@ -12,7 +13,6 @@ from mfsdp_cli.config.values import divisors, kind_of
 from mfsdp_cli.errors import CONFIG_INVALID, MACHINE_UNFIT, Problem
 
 VLLM = "0.24.0"
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 CPU_HEAD_DIM = 32  # the smallest of vLLM's CPU attention; a smaller one passes its start and fails at the first forward pass
 ROOM_FOR_TRAINER = 0.7
 GRPO = ("grpo",)
@@ -109,19 +109,6 @@ def engines_fit(s, f) -> Iterator[Problem]:
         yield Problem("rollout.num_engines", str(r.num_engines), why, fix)
 
 
-def num_parameters(config: dict) -> int:
-    """Weights of a Qwen or Llama decoder, from config.json as `shape_of` completes it. Norms and biases are left out."""
-    hidden, head = config["hidden_size"], config["head_dim"]
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    attention = hidden * head * (2 * heads + 2 * groups)
-    if is_moe(config):
-        mlp = config["num_experts"] * (3 * hidden * config["moe_intermediate_size"] + hidden)
-    else:
-        mlp = 3 * hidden * config["intermediate_size"]
-    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return config["num_hidden_layers"] * (attention + mlp) + embeddings
-
-
 def _memory_gib(s, f) -> float | None:
     """Of the smallest GPU; None where vLLM takes no share of one, or its size is unknown."""
     sizes = [m for m in f.gpu_memory_mib if m > 0]
@@ -129,10 +116,10 @@ def _memory_gib(s, f) -> float | None:
 
 
 def _weights_fit(s, f, memory_gib: float) -> tuple[bool, float]:
-    config = shape_of(f.model_config)
-    if config is None:
+    shape = model_shape(f.model_config)
+    if shape is None:
         return True, 0.0
-    weights_gib = num_parameters(config) * DTYPE_BYTES[s.engine.dtype] / s.rollout.tensor_model_parallel_size / 2**30
+    weights_gib = num_parameters(shape) * WIDTHS[s.engine.dtype] / s.rollout.tensor_model_parallel_size / 2**30
     return weights_gib < s.rollout.gpu_memory_utilization * memory_gib, weights_gib
 
 

@@ -9,13 +9,13 @@ import copy
 import math
 from typing import TYPE_CHECKING
 
+from mfsdp_cli.config.parameters import WIDTHS, Shape, model_shape, num_parameters, padded_vocab
 from mfsdp_cli.config.rules_grpo import uses_reference
 from mfsdp_cli.config.rules_model import shape_of
 from mfsdp_cli.config.rules_parallel import workable_tp
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import MACHINE_UNFIT, Problem
 from mfsdp_cli.launch import memory
-from mfsdp_cli.launch.parameters import Shape, model_shape, num_parameters, padded_vocab
 from mfsdp_cli.launch.plan import Plan, by_tokens, longest_sequence, make_plan, micro_batch_key
 from mfsdp_cli.records import Record
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mfsdp_cli.launch.facts import Facts
 
 GIB = 2**30
-WIDTHS = {"bfloat16": 2, "float32": 4}
 CERTAIN = 1.3  # predicted above this share of the memory, a run is refused; below, it is warned of
 STATE_BYTES = {"model": 4, "optimizer": 8}  # a parameter, in checkpoint.dtensor: float32 main weights, two float32 moments
 SHARE = "rollout.gpu_memory_utilization"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from mfsdp_cli.launch.parameters import (
+from mfsdp_cli.config.parameters import (
     Shape, dense_layer, dense_parameters, expert_parameters, expert_weights, outer_weights, padded_vocab, vocab_matrix,
 )
 from mfsdp_cli.records import Record

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from mfsdp_cli.config.load import load
+from mfsdp_cli.config.parameters import active_parameters, model_shape, num_parameters
 from mfsdp_cli.config.rules import check
 from mfsdp_cli.config.rules_model import shape_of
 from mfsdp_cli.config.rules_parallel import workable_tp, world_size
@@ -23,7 +24,6 @@ from mfsdp_cli.errors import MACHINE_UNFIT, OK, USAGE, MfsdpError, Problem, exit
 from mfsdp_cli.launch.facts import Facts, gather
 from mfsdp_cli.launch.fit import GIB, Memory, predict_memory, read, with_values
 from mfsdp_cli.launch.folder import run_folder
-from mfsdp_cli.launch.parameters import active_parameters, model_shape, num_parameters
 from mfsdp_cli.launch.plan import Plan, by_tokens, longest_sequence, make_plan, micro_batch_key, rows_of_update
 
 # A micro batch takes a x (tokens x parameters + this): 1.5B on one H200 did 42,574 tokens/s with 16,384 tokens and 49,072 with 32,768

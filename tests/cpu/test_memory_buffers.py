@@ -10,7 +10,7 @@ from models import Layout, build, conversations, step
 from ranks import run_ranks
 
 from mfsdp_cli.launch import memory
-from mfsdp_cli.launch.parameters import model_shape
+from mfsdp_cli.config.parameters import model_shape
 
 BATCH = conversations(seed=3)
 

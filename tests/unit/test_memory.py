@@ -16,7 +16,7 @@ from test_cli import mfsdp  # noqa: F401  the command line as a fixture
 from mfsdp_cli.launch import memory
 from mfsdp_cli.launch.fit import CERTAIN, GIB, disk_problems, memory_problems, predict_disk, predict_memory
 from mfsdp_cli.launch.memory import Layout, training_peak
-from mfsdp_cli.launch.parameters import (
+from mfsdp_cli.config.parameters import (
     Shape, dense_layer, expert_parameters, expert_weights, model_shape, num_parameters, outer_weights, padded_vocab, split_weights,
     whole_weights,
 )

@@ -7,6 +7,8 @@ import math
 from mfsdp_cli.config.rules_model import shape_of
 from mfsdp_cli.records import Record
 
+WIDTHS = {"bfloat16": 2, "float32": 4}  # bytes of a parameter
+
 
 class Shape(Record):
     """What config.json says of a Qwen or Llama decoder.
