@@ -130,15 +130,15 @@ def lengths_in_positions(s, f) -> Iterator[Problem]:
 def lengths_in_budget(s, f) -> Iterator[Problem]:
     """Of the actor, and of the reference when it has a budget of its own. With sequence parallelism a micro batch is a multiple of TP."""
     prompt, response = s.data.max_prompt_length, s.data.max_response_length
-    tp = s.engine.tensor_model_parallel_size
+    multiple = s.engine.sequence_multiple
     budgets = {"actor.ppo_max_token_len_per_gpu": s.actor.ppo_max_token_len_per_gpu}
     if uses_reference(s) and s.ref.log_prob_max_token_len_per_gpu is not None:
         budgets["ref.log_prob_max_token_len_per_gpu"] = s.ref.log_prob_max_token_len_per_gpu
     for key, budget in budgets.items():
-        usable = budget // tp * tp if s.engine.sequence_parallel is not False else budget
+        usable = s.engine.usable_tokens(budget)
         if prompt + response > usable:
-            used = f"{budget}" if usable == budget else f"{budget}, of which {usable} are a multiple of TP {tp}"
-            need = -(-(prompt + response) // tp) * tp
+            used = f"{budget}" if usable == budget else f"{budget}, of which {usable} are a multiple of TP {multiple}"
+            need = -(-(prompt + response) // multiple) * multiple
             yield Problem(key, str(budget), f"{_total(s)} do not fit into a micro batch of {used}", f"{key}={need} or more")
 
 

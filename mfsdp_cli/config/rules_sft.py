@@ -51,10 +51,17 @@ def batch_feeds_ranks(s, f) -> Iterator[Problem]:
 @rule("length-in-budget", "the longest conversation fits a micro batch", "verl PR 7553", kinds=SFT,
       fix="data.max_length at most data.max_token_len_per_gpu")
 def length_in_budget(s, f) -> Iterator[Problem]:
-    budget, longest = s.data.max_token_len_per_gpu, s.data.max_length
-    if longest is not None and longest > budget:
-        why = f"a conversation of {longest} tokens does not fit into a micro batch of max_token_len_per_gpu = {budget}"
-        yield Problem("data.max_length", str(longest), why, f"data.max_length={budget}, or data.max_token_len_per_gpu={longest}")
+    """With sequence parallelism a micro batch is a multiple of TP."""
+    budget, longest, multiple = s.data.max_token_len_per_gpu, s.data.max_length, s.engine.sequence_multiple
+    usable = s.engine.usable_tokens(budget)
+    if longest is not None and longest > usable:
+        used = f"{budget}" if usable == budget else f"{budget}, of which {usable} are a multiple of TP {multiple}"
+        why = f"a conversation of {longest} tokens does not fit into a micro batch of max_token_len_per_gpu = {used}"
+        larger = f"data.max_token_len_per_gpu={-(-longest // multiple) * multiple}"
+        yield Problem("data.max_length", str(longest), why, f"data.max_length={usable}, or {larger}" if usable else larger)
+    elif not usable:
+        why = f"with sequence parallelism a micro batch is a multiple of TP {multiple}, so not one token fits"
+        yield Problem("data.max_token_len_per_gpu", str(budget), why, f"at least {multiple}")
 
 
 @rule("length-in-positions", "no conversation is longer than the model has positions", "the model's config.json, max_position_embeddings",

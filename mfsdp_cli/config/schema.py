@@ -70,6 +70,15 @@ class EngineSettings(Section):
     optimizer_offload: bool = opt(False, "not supported with Megatron-FSDP: must stay False")
     override_transformer_config: dict = opt({}, "fields of Megatron's TransformerConfig to set as given")
 
+    @property
+    def sequence_multiple(self) -> int:
+        """The tokens of a packed micro batch are a multiple of this: of TP, when sequence parallelism splits them."""
+        return 1 if self.sequence_parallel is False else self.tensor_model_parallel_size
+
+    def usable_tokens(self, budget: int) -> int:
+        """What a micro batch can use of its token budget, since its padding to that multiple must not outgrow it."""
+        return budget // self.sequence_multiple * self.sequence_multiple
+
 
 class OptimSettings(Section):
     optimizer: str = opt("adam", "AdamW, the only optimizer Megatron-FSDP supports", choices=("adam",))

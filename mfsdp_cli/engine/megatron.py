@@ -135,7 +135,7 @@ class MegatronEngine:
     @property
     def sequence_multiple(self) -> int:
         """The length of a packed batch must be a multiple of this."""
-        return self.settings.tensor_model_parallel_size if _sequence_parallel(self.settings) else 1
+        return self.settings.sequence_multiple
 
     # --- training -----------------------------------------------------------------------------------------------
 

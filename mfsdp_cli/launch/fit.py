@@ -91,10 +91,9 @@ class Disk(Record):
 
 
 def layout_of(settings: SftSettings | GrpoSettings, plan: Plan) -> memory.Layout:
-    sequence = settings.engine.sequence_parallel
     return memory.Layout(
         dp=plan.dp * plan.cp, tp=plan.tp, ep=plan.ep, etp=plan.etp, expert_dp=plan.expert_dp,
-        split=plan.tp if plan.tp > 1 and sequence is not False else 1, width=WIDTHS[settings.engine.dtype],
+        split=settings.engine.sequence_multiple, width=WIDTHS[settings.engine.dtype],
     )
 
 

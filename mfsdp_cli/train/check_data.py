@@ -71,9 +71,8 @@ def load_tokenizer(model_dir: str, trust_remote_code: bool):
 
 def check_chats(name: str, files: list[str], most: int, settings, chat: ChatTokenizer) -> tuple[dict, list[Problem], int]:
     """As `train.sft` reads them: each conversation rendered, its targets found, its length against the budget of a micro batch."""
-    data, engine = settings.data, settings.engine
-    tp = engine.tensor_model_parallel_size
-    budget = data.max_token_len_per_gpu // tp * tp if engine.sequence_parallel is not False else data.max_token_len_per_gpu
+    data = settings.data
+    budget = settings.engine.usable_tokens(data.max_token_len_per_gpu)
     limit = min(data.max_length or budget, budget)
     rows = ChatDataset(files, data.messages_key, chat, limit, data.truncation, most)
     lengths, num_targets, largest_id, faults, progress = [], 0, -1, [], Progress(name, len(rows))

@@ -102,13 +102,13 @@ class TrainerRank:
         from mfsdp_cli.data.pack import pack
         from mfsdp_cli.train.batching import fixed_micro_batches, plan_micro_batches
 
-        indices, multiple = list(indices), engine.sequence_multiple
+        indices, usable = list(indices), self.settings.engine.usable_tokens(budget)
         if dynamic:
-            plan = plan_micro_batches([samples[i].num_tokens for i in indices], dp_size=engine.dp_size, max_tokens=budget // multiple * multiple)
+            plan = plan_micro_batches([samples[i].num_tokens for i in indices], dp_size=engine.dp_size, max_tokens=usable)
         else:
             plan = fixed_micro_batches(len(indices), engine.dp_size, self.settings.actor.ppo_micro_batch_size_per_gpu)
         chosen = [[samples[indices[k]] for k in micro] for micro in plan[engine.dp_rank]]
-        return [pack(micro, multiple_of=multiple) for micro in chosen]
+        return [pack(micro, multiple_of=engine.sequence_multiple) for micro in chosen]
 
     def write_weights(self, folder: str, writers: list[int]) -> str | None:
         """Stream the policy's weights into a new version in `folder`, on the ranks `writers`: one of each host. Returns its path there."""

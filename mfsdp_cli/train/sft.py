@@ -46,7 +46,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     process.say(f"reading {settings.model.path}" + (f", weights from {resume.folder}" if resume else " …"))
     engine, loaded = checkpoints.build_engine(settings, source, resume, settings.optim, device)
     warnings += loaded
-    train_rows, val_rows, chat, notes = open_data(settings, source.folder, engine.sequence_multiple, process)
+    train_rows, val_rows, chat, notes = open_data(settings, source.folder, process)
     for problem in warnings + notes:
         process.say(f"{problem.level}: {problem.key}: {problem.why}")
 
@@ -121,7 +121,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     dist.destroy_process_group()
 
 
-def open_data(settings: SftSettings, model_dir: Path, multiple_of: int, process: RankProcess):
+def open_data(settings: SftSettings, model_dir: Path, process: RankProcess):
     """Training rows, validation rows or None, the chat tokenizer, and notes. Every row is rendered once, shared among the
     ranks, so that all overlong rows and rows without a target are named before the first step. Raises MfsdpError with them."""
     import torch.distributed as dist
@@ -131,8 +131,7 @@ def open_data(settings: SftSettings, model_dir: Path, multiple_of: int, process:
     from mfsdp_cli.data.loader import ChatDataset, merge_checks
 
     data = settings.data
-    # A micro batch is padded to a multiple of TP with sequence parallelism, and must not outgrow the budget by it.
-    budget = data.max_token_len_per_gpu // multiple_of * multiple_of
+    budget = settings.engine.usable_tokens(data.max_token_len_per_gpu)
     chat = ChatTokenizer(AutoTokenizer.from_pretrained(model_dir, trust_remote_code=settings.model.trust_remote_code))
     datasets, problems = [], []
     for name, files, limit in (("training", data.train_files, data.train_max_samples), ("validation", data.val_files, data.val_max_samples)):
@@ -157,13 +156,13 @@ def pack_mine(batch: list, settings: SftSettings, engine) -> list:
     from mfsdp_cli.data.pack import pack
     from mfsdp_cli.train.batching import fixed_micro_batches, plan_micro_batches
 
-    data, multiple = settings.data, engine.sequence_multiple
+    data = settings.data
     if data.use_dynamic_bsz:
-        budget = data.max_token_len_per_gpu // multiple * multiple
+        budget = settings.engine.usable_tokens(data.max_token_len_per_gpu)
         plan = plan_micro_batches([s.num_tokens for s in batch], dp_size=engine.dp_size, max_tokens=budget)
     else:
         plan = fixed_micro_batches(len(batch), engine.dp_size, data.micro_batch_size_per_gpu)
-    return [pack([batch[i] for i in indices], multiple_of=multiple) for indices in plan[engine.dp_rank]]
+    return [pack([batch[i] for i in indices], multiple_of=engine.sequence_multiple) for indices in plan[engine.dp_rank]]
 
 
 def evaluate(engine, settings: SftSettings, rows) -> float:

@@ -191,6 +191,14 @@ def test_a10_no_conversation_may_be_longer_than_a_micro_batch():
     assert passes(data__max_length=8, data__max_token_len_per_gpu=8)
     problem = only(data__max_length=9, data__max_token_len_per_gpu=8)
     assert problem.key == "data.max_length" and "9 tokens does not fit into a micro batch of max_token_len_per_gpu = 8" in problem.why
+    # with TP 4 and sequence parallelism a micro batch is a multiple of 4: of 11 tokens 8 can be used
+    problem = only(data__max_length=9, data__max_token_len_per_gpu=11)
+    assert "= 11, of which 8 are a multiple of TP 4" in problem.why
+    assert problem.fix == "data.max_length=8, or data.max_token_len_per_gpu=12"
+    assert passes(data__max_length=9, data__max_token_len_per_gpu=12)
+    assert passes(data__max_length=9, data__max_token_len_per_gpu=11, engine__sequence_parallel=False)
+    problem = only(data__max_token_len_per_gpu=3)
+    assert (problem.key, problem.fix) == ("data.max_token_len_per_gpu", "at least 4") and passes(data__max_token_len_per_gpu=4)
 
 
 def test_lengths_and_positions():
