@@ -13,6 +13,7 @@ change. Only tensors are stored, never pickled objects:
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -29,6 +30,7 @@ from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
 _SHARDS: WeakKeyDictionary = WeakKeyDictionary()
 MOMENTS = ("exp_avg", "exp_avg_sq")
+ALIGNMENT = 64  # bytes
 UPDATES = "optimizer.num_updates"
 _TE_NAMES = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_"), "input_layernorm."),
@@ -125,22 +127,35 @@ def collect(engine, contents: list[str]) -> dict[str, torch.Tensor]:
     return state
 
 
-def copied(state: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A copy of `state` in host memory, which what is trained next does not touch. The memory, page-locked where there are GPUs,
-    is kept in `buffers` by name, and written over by the next copy."""
+def copied(state: dict[str, torch.Tensor], buffer: torch.Tensor | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A copy of `state` in host memory, which what is trained next does not touch, and that memory: to be given again as `buffer`,
+    for the next copy to write over."""
+    parts = {name: tensor._local_tensor if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
+    ends = list(itertools.accumulate(-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts.values()))
+    buffer = _host_memory(ends[-1]) if buffer is None else buffer
+    assert len(buffer) == ends[-1], "what is saved has the same size each time"
     copies: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():
-        part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if name not in buffers:
-            buffers[name] = torch.empty(part.shape, dtype=part.dtype, pin_memory=torch.cuda.is_available())
-        copies[name] = buffers[name].copy_(part.detach(), non_blocking=True)
+    for (name, part), start in zip(parts.items(), [0, *ends]):
+        place = buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        copies[name] = place.copy_(part.detach(), non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for name, tensor in state.items():
         if isinstance(tensor, DTensor):
-            shard = (tensor._local_tensor.shape, tensor._local_tensor.__create_chunk_list__, tensor._local_tensor.__create_write_items__)
+            shard = (parts[name].shape, parts[name].__create_chunk_list__, parts[name].__create_write_items__)
             copies[name] = _placed(DTensor(copies[name], tensor._spec, requires_grad=False), shard)
-    return copies
+    return copies, buffer
+
+
+def _host_memory(num_bytes: int) -> torch.Tensor:
+    """uint8, page-locked where there are GPUs. torch's own page-locked tensors have sizes of powers of two: up to twice as much."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if torch.cuda.is_available():
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        if code:
+            raise MemoryError(f"{num_bytes / 2**30:.1f} GiB of host memory cannot be locked (CUDA error {code}); checkpoint.background_save=False "
+                              "saves without a copy")
+    return memory
 
 
 def num_bytes(engine, contents: list[str]) -> int:

@@ -23,7 +23,7 @@ from mfsdp_cli.checkpoint.reuse import SOURCE_INDEX, ModelSource
 from mfsdp_cli.checkpoint.storage import num_ranks_here
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.launch.host import memory_free_gib
-from mfsdp_cli.train.checkpoints import Position, copy_huggingface_files
+from mfsdp_cli.train.checkpoints import ROLLOUT, Position, copy_huggingface_files
 from mfsdp_cli.train.save_failure import explained, on_first_rank
 
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformers")
@@ -42,10 +42,9 @@ class Saver:
         self.engine, self.settings, self.run_dir, self.source, self.say = engine, settings, run_dir, source, say
         self.total_steps, self.end_of_turn_id, self.saved = total_steps, end_of_turn_id, saved
         self._task: Future | None = None
-        self._copies: dict[str, torch.Tensor] | None = None
+        self._memory: torch.Tensor | None = None  # of the copy
         self._group = None
         if self._in_background():
-            self._copies = {}
             self._group = dist.new_group(backend="gloo")  # a thread's collectives must not mix with the training's
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
@@ -67,10 +66,10 @@ class Saver:
         with explained(_tmp(folder), position.step):
             on_first_rank(lambda: saving.begin(folder.parent, position.step))
             state = dtensor.collect(self.engine, self.settings.checkpoint.save_contents)
-        if self._copies is None:
+        if self._group is None:
             self.saved = self._write(state, folder, position, started, None)
         else:
-            state = dtensor.copied(state, self._copies)
+            state, self._memory = dtensor.copied(state, self._memory)
             self._task = self._thread.submit(self._write, state, folder, position, started, time.monotonic() - started)
 
     def check(self) -> None:
@@ -102,6 +101,8 @@ class Saver:
             (tmp / SOURCE_INDEX).write_text(json.dumps(self.source.tensors(), indent=0) + "\n")
         (tmp / "trainer.json").write_text(json.dumps({"step": position.step, "samples_consumed": position.samples_consumed,
                                                       "total_steps": self.total_steps, "seed": self.settings.trainer.seed}, indent=1) + "\n")
+        if position.rollout:
+            (tmp / ROLLOUT).write_bytes(position.rollout)
         saving.commit(tmp, self._manifest(position, num_tensors), {f"{DIST_CKPT}/{name}": entry for name, entry in files.items()})
         retention.prune(folder.parent, self.settings.trainer.max_ckpt_to_keep)
 
