@@ -15,16 +15,21 @@ from mfsdp_cli.checkpoint.reuse import ModelSource, load_contents, model_checkpo
 from mfsdp_cli.config.schema import OptimSettings, SftSettings
 from mfsdp_cli.errors import MfsdpError, Problem
 
+ROLLOUT = "rollout_ahead.npz"
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _INDEX = ".index.json"
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: optimizer steps done and conversations seen, over all ranks."""
+    """Where a run stands: optimizer steps done and conversations seen, over all ranks.
+
+    rollout  GRPO one step ahead: the next step's responses (see `ahead`)
+    """
 
     step: int = 0
     samples_consumed: int = 0
+    rollout: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class Resume:
 
     @property
     def position(self) -> Position:
-        return Position(self.manifest.step, self.manifest.samples_consumed)
+        rollout = self.folder / ROLLOUT
+        return Position(self.manifest.step, self.manifest.samples_consumed, rollout.read_bytes() if rollout.is_file() else b"")
 
 
 def find_resume(settings: SftSettings, run_dir: Path) -> tuple[Resume | None, list[Problem]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from mfsdp_cli.config.load import read_resolved, to_dict
 from mfsdp_cli.config.schema_grpo import GrpoSettings
 from mfsdp_cli.data.loader import BatchStream
-from mfsdp_cli.train import correction, losses
+from mfsdp_cli.train import ahead, correction, losses
 from mfsdp_cli.train.answers import Answer, answer_metrics, experience, sample_of, score, set_advantages, usable_groups, write_samples
 from mfsdp_cli.train.process import RankProcess, parse_arguments
 from mfsdp_cli.train.schedule import due, learning_rate
@@ -50,16 +50,15 @@ def train(settings: GrpoSettings, run_dir: Path, process: RankProcess) -> None:
 def loop(run: Run, log, meter) -> None:
     settings, process, trainer = run.settings, run.process, run.settings.trainer
     record: dict = {}
-    ahead = None
+    coming = run.rollout_of_checkpoint()
     stopped = False
     if run.val_prompts and (trainer.val_only or (run.step == 0 and trainer.val_before_train)):
         record = run.validate(log)
     while run.step < run.total_steps and not trainer.val_only and not stopped:
         started = time.monotonic()
         step = run.step + 1
-        answers, sampled = run.finish_rollout(ahead or run.begin_rollout(step))
-        if settings.rollout.one_step_ahead and step < run.total_steps:
-            ahead = run.begin_rollout(step + 1)
+        answers, sampled = run.finish_rollout(coming or run.begin_rollout(step))
+        coming = run.begin_rollout(step + 1) if settings.rollout.one_step_ahead and step < run.total_steps else None
         rollout_s = time.monotonic() - started
         trained = run.update(answers, step)
         update_s = time.monotonic() - started - rollout_s
@@ -80,7 +79,7 @@ def loop(run: Run, log, meter) -> None:
             record |= run.validate(log)
         if last or due(step, trainer.save_freq):
             log.sync()
-            run.save()
+            run.save(coming)
         run.tell_saves(wait=last)
     done = trainer.val_only or run.step >= run.total_steps
     process.say("done" if done else "stopped on request")
@@ -98,6 +97,7 @@ class Run:
         for note in state["notes"]:
             process.say(note)
         self.step, self.samples_consumed, self.saved = state["step"], state["samples_consumed"], state["resumed_from"]
+        self.rollout = state["rollout"]
         source = state["source"]
         self.open_data(str(source.folder))
         self.total_steps, self.stream = self.step, None
@@ -136,14 +136,16 @@ class Run:
 
     def begin_rollout(self, step: int) -> dict:
         """Send the next batch of prompts to the samplers; `finish_rollout` waits for the responses and scores them."""
+        prompts = next(self.stream)
+        return {"step": step, "prompts": prompts, "samples_consumed": self.stream.samples_consumed, **self._sample(step, prompts)}
+
+    def _sample(self, step: int, prompts: list) -> dict:
         from mfsdp_cli.rollout.base import Sampling, response_seed
 
         rollout = self.settings.rollout
-        prompts = next(self.stream)
         sampling = Sampling(rollout.n, rollout.temperature, rollout.top_p, rollout.top_k, self.settings.data.max_response_length, self.stop_ids)
         seeds = [response_seed(self.settings.trainer.seed, step, p.row, i) for p in prompts for i in range(rollout.n)]
-        return {"step": step, "prompts": prompts, "handles": self.cluster.begin_sampling([p.input_ids for p in prompts], sampling, seeds),
-                "samples_consumed": self.stream.samples_consumed}
+        return {"handles": self.cluster.begin_sampling([p.input_ids for p in prompts], sampling, seeds)}
 
     def finish_rollout(self, begun: dict) -> tuple[list[Answer], dict]:
         """Scored answers, and what their sampling took. With filter_groups, groups of equal rewards are replaced by those of
@@ -153,7 +155,7 @@ class Run:
         waited_s, scored_s, num_sampled, num_tokens, batches = 0.0, 0.0, 0, 0, 0
         while True:
             started = time.monotonic()
-            responses = self.cluster.finish_sampling(begun["handles"])
+            responses = self.responses_of(begun)
             waited_s += time.monotonic() - started
             started = time.monotonic()
             answers = score(begun["prompts"], responses, self.pool, self.settings, first_group=batches * wanted)
@@ -175,6 +177,24 @@ class Run:
             "weight_version": min(versions), "staleness": self.num_updates - min(versions),
             "sampling_s": waited_s, "reward_s": scored_s, "rollout_tokens_per_s": num_tokens / max(waited_s, 1e-9),
         }
+
+    def responses_of(self, begun: dict) -> list[list]:
+        """Wait for the samplers, once."""
+        if "responses" not in begun:
+            begun["responses"] = self.cluster.finish_sampling(begun["handles"])
+        return begun["responses"]
+
+    def rollout_of_checkpoint(self) -> dict | None:
+        """The rollout that was under way, one step ahead, when the checkpoint was saved: as `begin_rollout` gives it."""
+        if not (self.rollout and self.settings.rollout.one_step_ahead and self.step < self.total_steps):
+            return None
+        prompts = next(self.stream)
+        responses = ahead.from_bytes(self.rollout, prompts, self.settings.rollout.n, self.num_updates)
+        begun = {"step": self.step + 1, "prompts": prompts, "samples_consumed": self.stream.samples_consumed}
+        if responses is None:
+            self.process.say(f"note: rollout.n: the responses in {self.saved} are not {self.settings.rollout.n} to a prompt; they are sampled anew")
+            return begun | self._sample(begun["step"], prompts)
+        return begun | {"responses": responses}
 
     # --- update -------------------------------------------------------------------------------------------------------
 
@@ -243,8 +263,10 @@ class Run:
                          f"val_len {found['val_response_length']:.0f} ({len(answers)} responses, {found['val_s']:.1f} s)")
         return found
 
-    def save(self) -> None:
-        self.cluster.on_ranks("save", self.step, self.samples_consumed, self.total_steps, self.end_of_turn_id)
+    def save(self, begun: dict | None) -> None:
+        """begun: the rollout that is under way, one step ahead. It is waited for, since nobody could repeat it: its weights are gone."""
+        rollout = b"" if begun is None else ahead.to_bytes(begun["prompts"], self.responses_of(begun), self.num_updates)
+        self.cluster.on_ranks("save", self.step, self.samples_consumed, self.total_steps, self.end_of_turn_id, rollout)
 
     def tell_saves(self, wait: bool = False) -> None:
         """Ranks may write a checkpoint while the loop goes on: what has been completed meanwhile. Raises what made a save fail."""

@@ -22,7 +22,7 @@ class TrainerRank:
 
     def start(self, init_method: str) -> dict:
         """Join the group, build the policy from the latest checkpoint or the model, and the reference. Returns where the
-        run stands: {"step", "samples_consumed", "resumed_from", "notes", "source"}."""
+        run stands: {"step", "samples_consumed", "rollout", "resumed_from", "notes", "source"}."""
         from mfsdp_cli.engine.megatron import init_distributed
         from mfsdp_cli.train import checkpoints
 
@@ -41,7 +41,7 @@ class TrainerRank:
             self.reference, loaded = checkpoints.build_engine(s, source, None, None, self.device)
             problems += loaded
         position = resume.position if resume else checkpoints.Position()
-        return {"step": position.step, "samples_consumed": position.samples_consumed, "resumed_from": str(resume.folder) if resume else None,
+        return {**vars(position), "resumed_from": str(resume.folder) if resume else None,
                 "notes": [f"{p.level}: {p.key}: {p.why}" for p in problems], "source": self.source}
 
     def log_probs(self, samples: list[Sample], reference: bool) -> dict[int, np.ndarray]:
@@ -143,14 +143,14 @@ class TrainerRank:
         for _ in weights:
             pass
 
-    def save(self, step: int, samples_consumed: int, total_steps: int, end_of_turn_id: int) -> None:
+    def save(self, step: int, samples_consumed: int, total_steps: int, end_of_turn_id: int, rollout: bytes) -> None:
         """Write RUN/checkpoints/step_N, or begin to: see `saved`."""
         from mfsdp_cli.train.checkpoints import Position
         from mfsdp_cli.train.saver import Saver
 
         if self.saver is None:
             self.saver = Saver(self.policy, self.settings, self.run_dir, self.source, total_steps, end_of_turn_id, None, self.lines.append)
-        self.saver.save(Position(step, samples_consumed))
+        self.saver.save(Position(step, samples_consumed, rollout))
 
     def saved(self, wait: bool) -> tuple[str | None, list[str]]:
         """The newest checkpoint that this attempt has completed, and lines for people since the last call. Raises what made a save fail.

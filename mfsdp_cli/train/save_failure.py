@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mfsdp_cli.checkpoint.finding import complete_steps
 from mfsdp_cli.checkpoint.manifest import require_complete
+from mfsdp_cli.checkpoint.words import size_words
 from mfsdp_cli.errors import MACHINE_UNFIT, MfsdpError, Problem
 
-GIB = 2**30
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 WAYS_OUT = {
     **dict.fromkeys(NO_ROOM, "make room there, or lower trainer.max_ckpt_to_keep"),
@@ -77,4 +77,4 @@ def _room(tmp: Path, earlier: dict[int, Path]) -> str:
     needed = sum(entry["bytes"] for entry in require_complete(earlier[max(earlier)]).files.values())
     written = sum(os.path.getsize(path) for path in tmp.rglob("*") if path.is_file())
     free = shutil.disk_usage(tmp.parent).free + written
-    return f": the last one took {needed / GIB:.2f} GiB, and there was room for {free / GIB:.2f}"
+    return f": the last one took {size_words(needed)}, and there was room for {size_words(free)}"

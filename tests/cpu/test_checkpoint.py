@@ -39,7 +39,7 @@ def load_and_go_on(model, layout: Layout, folder: Path, vocab_rows: int, optim=O
     engine = build(model, layout, optim, load_weights=False, vocab_rows=vocab_rows)
     packed_log_probs(engine, BATCHES[0])  # a bare forward leaves raw parameters in place, into which a load would be lost
     notes = dtensor.load(engine, folder, ALL)
-    loaded, evaluated = weights(engine), packed_log_probs(engine, BATCHES[3])
+    evaluated, loaded = packed_log_probs(engine, BATCHES[3]), weights(engine)  # in this order: an export would put loaded weights in use
     steps = [step(engine, batch, optim.lr) for batch in BATCHES[2:]]
     return loaded, evaluated, [note.why for note in notes], steps, weights(engine)
 

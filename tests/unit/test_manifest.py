@@ -166,12 +166,20 @@ def test_prune_keeps_the_newest_the_pointed_and_what_is_not_complete(tmp_path):
         save(tmp_path, step)
     (tmp_path / "step_000003" / "trainer.json").unlink()  # incomplete: neither counted nor deleted
     (tmp_path / "latest").write_text("step_000002\n")
-    saving.begin(tmp_path, 1), saving.begin(tmp_path, 6)  # remains of a dead save, and a save in progress
+    (tmp_path / "step_000001.tmp").mkdir(), (tmp_path / "step_000006.tmp").mkdir()  # remains of a dead save, and a save in progress
     deleted = retention.prune(tmp_path, keep=2)
     assert sorted(p.name for p in deleted) == ["step_000001", "step_000001.tmp", "step_000004"]
     assert names(tmp_path) == ["latest", "step_000002", "step_000003", "step_000005", "step_000006.tmp"]
     assert retention.prune(tmp_path, keep=1) == []
     assert retention.prune(tmp_path, keep=None) == []
+
+
+def test_a_save_makes_room_first_of_all_that_interrupted_ones_left(tmp_path):
+    save(tmp_path, 4)
+    for remains in ("step_000003.tmp", "step_000005.tmp", "step_000007.tmp"):
+        (tmp_path / remains / "dist_ckpt").mkdir(parents=True)
+    saving.begin(tmp_path, 6)
+    assert names(tmp_path) == ["latest", "step_000004", "step_000006.tmp"]
 
 
 def test_prune_without_a_complete_checkpoint_deletes_nothing(tmp_path):
