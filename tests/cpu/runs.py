@@ -67,6 +67,22 @@ def train_ranks(settings: SftSettings, run_dir: Path, *, attempt: str = "001", s
     run_ranks(settings.trainer.n_gpus_per_node, _one_rank, settings, run_dir, attempt, stop_after, before_train, timeout_s=timeout_s)
 
 
+END_OF_TURN = 432  # <|im_end|> of the tiny models
+
+
+def save_checkpoint(engine, model: Path, layout, run_dir: Path, contents: tuple[str, ...] = ("model", "optimizer", "extra")) -> Path:
+    """A checkpoint of step 1 as the trainer writes it. Collective."""
+    from mfsdp_cli.checkpoint.reuse import ModelSource
+    from mfsdp_cli.train.checkpoints import Position
+    from mfsdp_cli.train.saver import Saver
+
+    settings = SftSettings()
+    settings.model.path, settings.engine, settings.checkpoint.save_contents = str(model), layout.settings, list(contents)
+    with Saver(engine, settings, run_dir, ModelSource(model), 10, END_OF_TURN, None, print) as saver:
+        saver.save(Position(1, 5))
+    return saver.saved
+
+
 def training_records(run_dir: Path) -> list[dict]:
     """metrics.jsonl as the reader gives it, without validation records and without what depends on the clock."""
     from mfsdp_cli.train.metrics import read_metrics
@@ -80,15 +96,15 @@ def validation_losses(run_dir: Path) -> dict[int, float]:
     return {r["step"]: r["val_loss"] for r in read_metrics(run_dir) if "loss" not in r}
 
 
-def stored(folder: Path) -> dict:
-    """Every tensor of a DCP folder, whole, by name."""
+def stored(folder: Path, beside_objects: bool = False) -> dict:
+    """Every tensor of a DCP folder, whole, by name. beside_objects: pickled objects may be there, and are passed over."""
     import torch
     import torch.distributed.checkpoint as dcp
 
     from mfsdp_cli.checkpoint.dcp_metadata import read_dcp
 
     found = read_dcp(folder)
-    assert not found.problems and not found.objects
+    assert not found.problems and (beside_objects or not found.objects)
     state = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in found.tensors}
     dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     return state

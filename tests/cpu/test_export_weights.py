@@ -7,18 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from exports import UP, exported, read
 from models import Layout, build, conversations, largest_difference, step
 from ranks import run_ranks
-from runs import stored
+from runs import END_OF_TURN, save_checkpoint, stored
 
 from mfsdp_cli.checkpoint import manifest
-from mfsdp_cli.checkpoint.reuse import ModelSource
 from mfsdp_cli.errors import BAD_INPUT, MISMATCH, MfsdpError
 
 BATCH = conversations(seed=30)
-END_OF_TURN = 432
-GATE, UP = (f"model.layers.0.mlp.{half}_proj.weight" for half in ("gate", "up"))
-SWAPPED = {GATE: UP, UP: GATE}
 CASES = {
     # a padded vocabulary, tied, on two tensor-parallel ranks
     "dense": ("qwen2", {"vocab_size": 509, "dtype": "bfloat16"}, Layout(ranks=2, tp=2, dtype="bfloat16")),
@@ -29,15 +26,9 @@ CASES = {
 
 def train_and_save(model, layout: Layout, run_dir: Path):
     """A step, a checkpoint as the trainer writes it; the weights as the engine gives them."""
-    from mfsdp_cli.config.schema import SftSettings
-    from mfsdp_cli.train import checkpoints
-
     engine = build(model, layout)
     step(engine, BATCH, 1e-3)
-    settings = SftSettings()
-    settings.model.path, settings.engine = str(model), layout.settings
-    folder = checkpoints.save(engine, settings, run_dir, ModelSource(model), checkpoints.Position(1, 5), 10, END_OF_TURN)
-    return folder, dict(engine.named_weights())
+    return save_checkpoint(engine, model, layout, run_dir), dict(engine.named_weights())
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -48,43 +39,12 @@ def saved(request, tiny, tmp_path_factory):
     return model, *run_ranks(layout.ranks, train_and_save, model, layout, tmp_path_factory.mktemp("run"))[0]
 
 
-def exported(checkpoint: Path, out: Path, **options) -> dict:
-    """The report of an export in a process of its own; raises MfsdpError as the export does."""
-    return unwrapped(run_ranks(1, export_here, checkpoint, out, **options)[0])
-
-
-def export_here(checkpoint: Path, out: Path, swap: bool = False, **options):
-    from mfsdp_cli.checkpoint import export_hf, export_target
-    from mfsdp_cli.engine import bridge
-
-    if swap:
-        stream = bridge.export_weights
-        bridge.export_weights = lambda *args, **kwargs: ((SWAPPED.get(name, name), tensor) for name, tensor in stream(*args, **kwargs))
-    try:
-        with export_target.claimed(out, checkpoint) as target:
-            return export_hf.export(checkpoint, target, **options)
-    except MfsdpError as error:
-        return error.problems
-
-
-def unwrapped(result):
-    if isinstance(result, list):
-        raise MfsdpError(result)
-    return result
-
-
 def an_export(folder: Path) -> Path:
     """What looks like an earlier one, and may be replaced."""
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
     (folder / "old").touch()
     return folder
-
-
-def read(folder: Path) -> dict:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def test_the_exported_folder_holds_the_engine_s_weights(saved, tmp_path):
