@@ -18,7 +18,7 @@ from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, require_complete, wr
 from mfsdp_cli.checkpoint.reuse import resume_problems
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, MfsdpError, Problem
-from mfsdp_cli.output import print_stderr
+from mfsdp_cli.launch.locks import ALIVE, try_lock
 from mfsdp_cli.records import Record
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mfsdp_cli.config.schema_grpo import GrpoSettings
 
 CONFIG = "config.yaml"
-ALIVE = "alive"  # in an attempt's folder: each of its processes holds a shared lock on it, whatever became of the launcher
 # A resumed run goes on where the data order stopped; each of these keys changes which rows or weights that means.
 FIXED_ON_RESUME = {
     "sft": (
@@ -189,17 +188,6 @@ def _survivors(run_dir: Path, node_rank: int) -> list[Problem]:
             return []
     return [Problem(str(path), "still at work", "its launcher is gone, and its processes are saving or ending",
                     f"wait for them: the logs in {path.name} tell how far they are", code=MACHINE_UNFIT)]
-
-
-def try_lock(file: TextIO, kind: int) -> bool:
-    """False when another launcher holds it. A file system without locks (some Lustre mounts) cannot tell: that is said."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as e:
-        print_stderr(f"warning: {file.name} cannot be locked ({e.strerror}); make sure that no other mfsdp uses this run folder")
-    return True
 
 
 def _held(run_dir: Path, node_rank: int) -> Problem:

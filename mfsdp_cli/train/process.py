@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mfsdp_cli.errors import RUN_FAILED, MfsdpError
-from mfsdp_cli.launch.folder import ALIVE, try_lock
+from mfsdp_cli.launch.locks import ALIVE, try_lock
 from mfsdp_cli.launch.run import ASK_SIGNALS, CONSOLE_MARK, STOP_FILE
 
 

@@ -34,7 +34,7 @@ ALLOWED = {
     "config": {"config", "rewards.base", "rewards.gsm8k", "rewards.numbers"},
     "config.from_verl": {"config", "launch.facts"},  # the facts of no machine, for the rules that need none
     "launch": {"launch", "config", "output", "checkpoint.manifest", "checkpoint.finding", "checkpoint.export_target", "checkpoint.inspect",
-               "checkpoint.dcp_metadata", "checkpoint.reuse", "rewards.custom"},
+               "checkpoint.diff", "checkpoint.dcp_metadata", "checkpoint.reuse", "rewards.custom"},
     "data": {"data"},
     "data.convert": {"data", "rewards.latex"},  # one reading of a box, in golds and in responses
     "engine": {"engine"},
@@ -48,11 +48,11 @@ ALLOWED = {
     "checkpoint.stored_weights": {"checkpoint", "engine"},
     "checkpoint.export_hf": {"checkpoint", "engine", "output"},  # a program of its own, which tells problems as the others do
     # of launch: arithmetic, readings of the host, and the contract of the launcher
-    "train": {"train", "engine", "rollout", "rewards", "data", "checkpoint", "config", "launch.host", "launch.plan", "launch.run"},
+    "train": {"train", "engine", "rollout", "rewards", "data", "checkpoint", "config", "launch.host", "launch.locks", "launch.plan", "launch.run"},
 }
 # Parts of a package that are front end although the rest of it is not.
 FRONT_MODULES = ("config", "launch", "data.prepare", "data.sources", "data.convert", "checkpoint.manifest", "checkpoint.finding",
-                 "checkpoint.saving", "checkpoint.retention", "checkpoint.listing", "checkpoint.words", "checkpoint.inspect",
+                 "checkpoint.saving", "checkpoint.retention", "checkpoint.listing", "checkpoint.words", "checkpoint.diff", "checkpoint.inspect",
                  "checkpoint.dcp_metadata", "checkpoint.dcp_pickle", "checkpoint.hf_folder", "checkpoint.layouts",
                  "checkpoint.export_source", "checkpoint.export_target", "checkpoint.reuse", "rewards.custom", "rewards.base",
                  "rewards.gsm8k", "rewards.numbers", "rewards.latex")

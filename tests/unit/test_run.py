@@ -164,8 +164,8 @@ def test_the_first_killed_rank_is_told_and_not_one_that_torchrun_killed_after_it
 
 
 def test_mistakes_of_the_users_are_told_once(tmp_path):
-    problem = {"key": "data", "found": "row 7", "why": "too long by 40 tokens", "fix": "raise it", "where": "a.parquet row 7", "code": 5, "level": "error"}
-    script = failure(0, 10.0, 5, "data = row 7: too long by 40 tokens", [problem]).replace("ValueError", "MfsdpError")
+    problem = {"key": "a.parquet row 7", "found": "", "why": "too long by 40 tokens", "fix": "raise it", "where": "", "code": 5, "level": "error"}
+    script = failure(0, 10.0, 5, "a.parquet row 7: too long by 40 tokens", [problem]).replace("ValueError", "MfsdpError")
     code, out, err = finish(tmp_path, script + """
 (attempt / "rank0.log").write_text("Traceback of MfsdpError: too long by 40 tokens\\n")
 sys.exit(1)
@@ -291,6 +291,47 @@ def test_a_second_launcher_is_refused_and_disturbs_nothing(tmp_path):
     assert first.returncode == 75
     assert finish(tmp_path, "sys.exit(1)")[0] == 1  # the lock went with its holder
     assert sorted(p.name for p in (tmp_path / "run/attempts").iterdir()) == ["001", "002"]
+
+
+# A rank that goes on saving for a while when its launcher and torchrun are gone
+SAVING = """
+import fcntl
+rank = subprocess.Popen([sys.executable, "-c", "import fcntl, signal, sys; [signal.signal(n, signal.SIG_IGN) for n in (15, 1)]; f = open(sys.argv[1], 'a');"
+                         "fcntl.flock(f, fcntl.LOCK_SH); print(flush=True); sys.stdin.read()", attempt / "alive"],
+                        start_new_session=True, stdout=subprocess.PIPE, stdin=os.open(run_dir / "saving", os.O_RDONLY))
+rank.stdout.readline()
+say("step 1/9 loss 0.5")
+time.sleep(99)
+"""
+
+
+def test_after_a_killed_launcher_the_next_waits_for_its_ranks(tmp_path):
+    """They may be writing a checkpoint; nobody else may read, prune or write there before they end."""
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "saving")
+    launcher = launch(tmp_path, SAVING)
+    with open(tmp_path / "run" / "saving", "w"):
+        assert launcher.stderr.readline() == "step 1/9 loss 0.5\n"
+        launcher.kill()
+        launcher.communicate(timeout=30)
+        code, out, err = finish(tmp_path, "sys.exit(1)")
+        assert (code, out) == (4, "") and "attempts/001 = still at work" in err and "wait for them" in err
+    wait_until(lambda: finish(tmp_path, 'result(status="done", step=2, total_steps=2, checkpoint=save(2), metrics={})')[0] == 0)
+    assert sorted(p.name for p in (tmp_path / "run/attempts").iterdir()) == ["001", "002"]
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_the_run(tmp_path):
+    """A full disk: what the ranks say still reaches the console, and how they ended."""
+    (tmp_path / "run/attempts/001").mkdir(parents=True)
+    code, out, err = finish(tmp_path, """
+os.truncate(attempt / "launcher.log", 0)
+import resource, signal
+resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+say("step 1/2 loss 0.5"); say("step 2/2 loss 0.4"); time.sleep(0.5)
+result(status="done", step=2, total_steps=2, checkpoint=save(2), metrics={})
+""")
+    assert code == 0 and out.endswith("step_000002\n")
+    assert "step 2/2 loss 0.4" in err and err.count("the log ends here") == 1 and "002/launcher.log" in err
 
 
 def test_a_closed_stdout_is_no_failure(tmp_path):

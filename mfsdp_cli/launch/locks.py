@@ -1,0 +1,21 @@
+"""Locks on files, which the kernel takes back when their holder ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+from typing import TextIO
+
+from mfsdp_cli.output import print_stderr
+
+ALIVE = "alive"  # in an attempt's folder: each of its processes holds a shared lock on it, whatever became of the launcher
+
+
+def try_lock(file: TextIO, kind: int) -> bool:
+    """False when another launcher holds it. A file system without locks (some Lustre mounts) cannot tell: that is said."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as e:
+        print_stderr(f"warning: {file.name} cannot be locked ({e.strerror}); make sure that no other mfsdp uses this run folder")
+    return True
