@@ -30,17 +30,22 @@ class PromptDataset:
     summary        one line: rows, tokens, what was left out or cut
     notes          what the user should know, as problems of level warning and note
     num_overlong   prompts above data.max_prompt_length: left out (filter_overlong_prompts), else cut (truncation left | right)
-    Raises MfsdpError with every file and every row that cannot be used, and when no prompt is left.
+    lengths        tokens of every prompt that can be rendered, by row, before any is left out or cut; largest_id: the largest of them
+    problems       every row that cannot be used, or that no prompt is left. Raised as MfsdpError, unless it is a `survey`
+    Raises MfsdpError with every file that cannot be read.
     """
 
-    def __init__(self, files: list[str], settings: RlDataSettings, chat: ChatTokenizer, max_samples: int = -1):
+    def __init__(self, files: list[str], settings: RlDataSettings, chat: ChatTokenizer, max_samples: int = -1, survey: bool = False):
         self.settings, self._tokenizer, self._name = settings, chat.tokenizer, chat.name
         columns = {settings.prompt_key: check_chats, "data_source": check_text, "reward_model": check_gold, "extra_info": check_struct}
         self.rows = ParquetRows(files, columns, "data.prompt_key", max_samples, optional=("extra_info",))
         self._input_ids: dict[int, np.ndarray] = {}  # int32 [P]
+        self.lengths: dict[int, int] = {}
+        self.largest_id = -1
         faults, overlong = [], {}
         for start in range(0, len(self.rows), TOKENIZED_AT_ONCE):
             for row, input_ids in self._render_rows(range(start, min(start + TOKENIZED_AT_ONCE, len(self.rows))), faults):
+                self.lengths[row], self.largest_id = len(input_ids), max(self.largest_id, int(input_ids.max(initial=-1)))
                 if len(input_ids) <= settings.max_prompt_length:
                     self._input_ids[row] = input_ids
                     continue
@@ -50,15 +55,12 @@ class PromptDataset:
                 elif not settings.filter_overlong_prompts:
                     cut = slice(-settings.max_prompt_length, None) if settings.truncation == "left" else slice(settings.max_prompt_length)
                     self._input_ids[row] = input_ids[cut]
-        if faults:
-            raise MfsdpError(self.rows.problems(tuple(sorted(faults, key=lambda fault: fault.row))))
         self._order = list(self._input_ids)
         self.num_overlong = len(overlong)
-        if not self._order:
-            why = "the files hold no rows" if not len(self.rows) else f"all {len(self.rows)} prompts are longer: none is left"
-            limit = str(settings.max_prompt_length)
-            raise MfsdpError(Problem("data.max_prompt_length", limit, why, "raise it, or give other data", code=BAD_INPUT))
-        self.notes = self._schema_notes() + self._overlong_notes(overlong) + self._template_notes()
+        self.problems = self.rows.problems(tuple(sorted(faults, key=lambda fault: fault.row))) or self._none_left()
+        if self.problems and not survey:
+            raise MfsdpError(self.problems)
+        self.notes = [] if self.problems else self._schema_notes() + self._overlong_notes(overlong) + self._template_notes()
 
     def __len__(self) -> int:
         return len(self._order)
@@ -110,6 +112,13 @@ class PromptDataset:
         return RowFault(row, f"its prompt is {length} tokens long, above data.max_prompt_length={self.settings.max_prompt_length}",
                         f"raise data.max_prompt_length to {length}, or set data.filter_overlong_prompts=True")
 
+    def _none_left(self) -> list[Problem]:
+        if self._order:
+            return []
+        why = f"all {len(self.rows)} prompts are longer: none is left" if len(self.rows) else "the files hold no rows"
+        limit = str(self.settings.max_prompt_length)
+        return [Problem("data.max_prompt_length", limit, why, "raise it, or give other data", code=BAD_INPUT)]
+
     def _overlong_notes(self, overlong: dict[int, int]) -> list[Problem]:
         if not overlong:
             return []
@@ -133,7 +142,6 @@ class PromptDataset:
                 why = f"its columns differ from those of {self.rows.files[0]}: {'; '.join(different)}"
                 notes.append(Problem("data", str(file), why, "nothing, unless a custom scorer reads them", where=str(file), level="note"))
         return notes
-
 
     def _template_notes(self) -> list[Problem]:
         messages = self.prompt(0).messages

@@ -57,11 +57,11 @@ class ParquetRows:
         if rest:
             numbers = ", ".join(str(fault.row) for fault in rest[:MAX_NUMBERS]) + (", …" if len(rest) > MAX_NUMBERS else "")
             why = f"{len(faults)} of {len(self)} rows cannot be trained on; those not listed, numbered through all files: {numbers}"
-            told.append(Problem("data", f"{len(faults)} rows", why, "see the rows above", code=BAD_INPUT))
+            told.append(Problem("rows", "", why, "see those above", code=BAD_INPUT))
         return told
 
     def problem(self, fault: RowFault) -> Problem:
-        return Problem("data", f"row {fault.row}", fault.reason, fault.fix, where=self.where(fault.row), code=BAD_INPUT)
+        return Problem(self.where(fault.row), "", fault.reason, fault.fix, code=BAD_INPUT)
 
     def _place(self, row: int) -> tuple[int, int]:
         assert 0 <= row < self._num_rows, row

@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ from mfsdp_cli.data.prompts import PromptDataset
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
 SAY_EVERY_S = 5.0
-NO_LIMIT = 2**31 - 1
 
 
 def main() -> None:
@@ -99,27 +97,18 @@ def check_chats(name: str, files: list[str], most: int, settings, chat: ChatToke
 
 
 def check_prompts(name: str, files: list[str], most: int, settings, chat: ChatTokenizer) -> tuple[dict, list[Problem], int]:
-    """As `train.grpo` reads them. First without a limit, for the lengths; then, when some are above it, with it."""
+    """As `train.grpo` reads them."""
     data = settings.data
     Progress(name, 0).say("reading …")
-    rows = PromptDataset(files, replace(data, filter_overlong_prompts=False, truncation="left", max_prompt_length=NO_LIMIT), chat, most)
-    ids = [rows.prompt(i).input_ids for i in range(len(rows))]
-    lengths, notes = [len(i) for i in ids], rows.notes
-    if max(lengths) > data.max_prompt_length:
-        try:
-            notes = PromptDataset(files, data, chat, most).notes
-        except MfsdpError as error:
-            notes = error.problems
-    above = sum(length > data.max_prompt_length for length in lengths)
+    rows = PromptDataset(files, data, chat, most, survey=True)
+    lengths, usable, problems = list(rows.lengths.values()), len(rows), [*rows.problems, *rows.notes]
     refused = not data.filter_overlong_prompts and data.truncation == "error"
     fate = "left out" if data.filter_overlong_prompts else "refused" if refused else "cut"
-    usable = len(lengths) - (above if fate != "cut" else 0)
-    problems = list(notes)
     if name == "training" and fate == "left out" and 0 < usable < data.train_batch_size:
-        why = f"of {len(lengths)} prompts {usable} are short enough, so not one full batch"
+        why = f"of {len(rows.rows)} prompts {usable} are short enough, so not one full batch"
         fix = f"at most {usable}, a larger data.max_prompt_length, or more data"
         problems.append(Problem("data.train_batch_size", str(data.train_batch_size), why, fix, code=BAD_INPUT))
-    return summary(name, files, len(lengths), usable, lengths, data.max_prompt_length, fate), problems, max(int(i.max()) for i in ids)
+    return summary(name, files, len(rows.rows), usable, lengths, data.max_prompt_length, fate), problems, rows.largest_id
 
 
 def summary(name: str, files: list[str], rows: int, usable: int, lengths: list[int], limit: int, fate: str) -> dict:

@@ -63,7 +63,7 @@ def test_the_longest_row_against_the_limit(model, chats):
     assert check("sft", sft(chats, data__max_length=most), str(model))[1] == []
     (split,), (problem,) = check("sft", sft(chats, data__max_length=most - 1), str(model))
     assert (split["above"], split["usable"], split["fate"], split["above_share"]) == (1, 19, "refused", 0.05)
-    assert problem.where == f"{chats} row 19" and problem.code == BAD_INPUT and f"it is {most} tokens long" in problem.why
+    assert problem.key == f"{chats} row 19" and problem.code == BAD_INPUT and f"it is {most} tokens long" in problem.why
     (split,), (problem,) = check("sft", sft(chats, data__max_length=most - 1, data__truncation="right"), str(model))
     assert split["usable"] == 20 and split["fate"] == "cut" and problem.level == "warning"
     assert problem.fix == f"raise it to {most} to keep them whole"
@@ -79,7 +79,7 @@ def test_rows_without_a_target_are_named(model, tmp_path):
     rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in ("b", " ", "c")]
     pq.write_table(pa.table({"messages": rows}), path)
     (split,), (problem,) = check("sft", sft(path), str(model))
-    assert split["usable"] == 2 and problem.where == f"{path} row 1" and "nothing to learn" in problem.why
+    assert split["usable"] == 2 and problem.key == f"{path} row 1" and "nothing to learn" in problem.why
 
 
 def test_prompts_above_the_limit_are_told_by_their_fate(model, tmp_path):
@@ -134,7 +134,7 @@ assert sys.argv[1] == "sft" and "model.path" and open(sys.argv[sys.argv.index("-
 tokens = {"total": 5000, "min": 2, "median": 5, "p99": 9, "max": 12}
 split = {"name": "training", "files": ["t"], "rows": 1000, "usable": 990, "tokens": tokens, "limit": 9,
          "above": 10, "above_share": 0.01, "fate": "refused", "targets": 7}
-problem = {"key": "data", "found": "row 3", "why": "too long", "fix": "cut it", "where": "t row 3", "code": 5, "level": "error"}
+problem = {"key": "t row 3", "found": "", "why": "too long", "fix": "cut it", "where": "", "code": 5, "level": "error"}
 if EXIT:
     sys.exit(EXIT)
 open(sys.argv[sys.argv.index("--report") + 1], "w").write(json.dumps({"splits": [split], "problems": [problem]}))
@@ -158,7 +158,7 @@ def checked(tmp_path, problems=()):
 
 def test_what_the_child_finds_joins_the_problems(tmp_path, child):
     result, report = launcher.check_data(checked(tmp_path), child())
-    assert result.exit_code == BAD_INPUT and result.problems[0].where == "t row 3"
+    assert result.exit_code == BAD_INPUT and result.problems[0].key == "t row 3"
     head, line = launcher.data_lines(report)
     assert head.split() == ["data", "rows", "usable", "tokens", "min", "median", "p99", "max", "limit", "above"]
     assert line.split() == ["training", "1000", "990", "5000", "2", "5", "9", "12", "9", "10", "1.0", "%", "refused"]

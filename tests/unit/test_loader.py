@@ -112,10 +112,9 @@ def test_check_names_every_faulty_row_before_training(tmp_path, chat):
     # <|im_start|> user \n 0 ? <|im_end|> \n <|im_start|> assistant \n is 10 tokens; then digits, <|im_end|>, \n
     assert (check.num_rows, check.num_tokens, check.num_targets, check.longest) == (3, 13 + 13 + 14, 2 + 2 + 3, 14)
     problems = dataset.problems(check)
-    assert [p.found for p in problems] == ["row 2", "row 3", "row 5"]
-    assert [p.where.rsplit("/", 1)[1] for p in problems] == ["f.parquet row 1", "f.parquet row 2", "f.parquet row 4"]
+    assert [p.key.rsplit("/", 1)[1] for p in problems] == ["f.parquet row 1", "f.parquet row 2", "f.parquet row 4"]
     assert "42 tokens long, above the limit of 40" in problems[1].why and "data.max_length to 42" in problems[1].fix
-    with pytest.raises(MfsdpError, match="row 3.*42 tokens"):
+    with pytest.raises(MfsdpError, match="row 2: .*42 tokens"):
         dataset.sample(3)
     assert dataset_of([faulty(tmp_path)], chat, max_length=40, truncation="right").check().num_truncated == 1
 
@@ -130,7 +129,7 @@ def test_checks_of_ranks_add_up_to_that_of_one(tmp_path, chat):
 def test_many_faults_are_counted_and_numbered(tmp_path, chat):
     dataset = dataset_of([write(tmp_path / "a.parquet", [talk("1?", None)] * 25)], chat)
     problems = dataset.problems(dataset.check())
-    assert len(problems) == 21 and problems[-1].found == "25 rows" and problems[-1].why.endswith("20, 21, 22, 23, 24")
+    assert len(problems) == 21 and problems[-1].key == "rows" and problems[-1].why.startswith("25 of 25 rows") and problems[-1].why.endswith("20, 21, 22, 23, 24")
     assert dataset.problems(DatasetCheck()) == []
 
 

@@ -104,8 +104,8 @@ def test_overlong_prompts_are_left_out_counted_and_named(tmp_path, chat):
 def test_unfiltered_they_are_errors_or_cut(tmp_path, chat):
     file = digits(tmp_path)
     problems = problems_of(file, chat, filter_overlong_prompts=False)
-    assert [p.found for p in problems] == ["row 1", "row 4", "row 5"]
-    assert problems[1].where == f"{file} row 4" and "13 tokens long, above data.max_prompt_length=12" in problems[1].why
+    assert [p.key for p in problems] == [f"{file} row {row}" for row in (1, 4, 5)]
+    assert "13 tokens long, above data.max_prompt_length=12" in problems[1].why
     whole = dataset_of(file, chat, max_prompt_length=18).prompt(1).input_ids
     for truncation, kept in (("left", whole[6:]), ("right", whole[:12])):
         dataset = dataset_of(file, chat, filter_overlong_prompts=False, truncation=truncation)
@@ -132,7 +132,7 @@ def test_every_faulty_row_is_named_at_once(tmp_path, chat):
     ]
     good, bad = write(tmp_path / "good.parquet", [row_of("a")]), write(tmp_path / "bad.parquet", rows)
     problems = problems_of([good, bad], chat)
-    assert [p.where for p in problems] == [f"{bad} row {i}" for i in range(1, 9)] and problems[0].found == "row 2"
+    assert [p.key for p in problems] == [f"{bad} row {i}" for i in range(1, 9)]
     parts = ["ground_truth is empty", "ground_truth is empty", "data_source is empty", "prompt is empty", "ends with an assistant message",
              "role 'robot'", "content NoneType", "ground_truth is empty"]
     for problem, part in zip(problems, parts, strict=True):
@@ -181,3 +181,16 @@ def test_the_stream_hands_out_prompts_in_the_seeded_order_and_resumes(tmp_path, 
     with BatchStream(dataset_of(file, chat), 3, 5, True, samples_consumed=6) as resumed:
         assert [prompt.row for prompt in next(resumed)] == seen[2]
     assert [len(dataset_of(file, chat, max_samples=n)) for n in (2, 3, 4, 100)] == [2, 2, 3, 7]
+
+
+def test_a_survey_tells_what_would_be_raised_and_measures_all(tmp_path, chat):
+    from dataclasses import replace
+
+    file = digits(tmp_path)
+    for limit, told in ((12, [f"{file} row {row}" for row in (1, 4, 5)]), (1, [f"{file} row {row}" for row in range(6)])):
+        refuses = replace(RlDataSettings(), max_prompt_length=limit, filter_overlong_prompts=False)
+        seen = PromptDataset([file], refuses, chat, survey=True)
+        assert [p.key for p in seen.problems] == told and seen.notes == [] and len(seen) == 6 - len(told)
+        assert list(seen.lengths) == list(range(6)) and (seen.lengths[0], seen.lengths[1], seen.lengths[4]) == (10, 18, 13) and seen.largest_id > 0
+    none = PromptDataset([file], replace(RlDataSettings(), max_prompt_length=1), chat, survey=True)
+    assert [p.why for p in none.problems] == ["all 6 prompts are longer: none is left"] and len(none.lengths) == 6
