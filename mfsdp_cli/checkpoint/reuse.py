@@ -79,6 +79,10 @@ def resume_problems(settings: SftSettings | GrpoSettings, found: Manifest) -> li
     if lacking or "model" not in wanted:
         why = f"the checkpoint holds {found.contents}" if lacking else "a run cannot continue without its weights"
         problems.append(Problem("checkpoint.load_contents", str(wanted), why, f"load {found.contents}, or fewer but model", code=BAD_INPUT))
+    pp, made_with = settings.engine.pipeline_model_parallel_size, found.topology.get("pp", 1)
+    if pp != made_with:
+        why = f"the checkpoint was made with {made_with}; layers are named within their stage, so that wrong ones would be loaded in silence"
+        problems.append(Problem("engine.pipeline_model_parallel_size", str(pp), why, f"engine.pipeline_model_parallel_size={made_with}"))
     tp, rows = settings.engine.tensor_model_parallel_size, found.padded_vocab_size
     if rows % tp:
         why = f"the checkpoint fixes the embedding at {rows} rows, which {tp} ranks cannot share evenly"

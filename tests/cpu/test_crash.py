@@ -132,7 +132,7 @@ def test_killed_at_any_moment(settings, straight, tmp_path):
     while kills < KILLS:
         run_dir, keep, number, step = tmp_path / str(num_runs) / "run", rng.choice([1, 2]), 0, 0
         run_dir.mkdir(parents=True)
-        often = changed(settings, trainer={"max_ckpt_to_keep": keep})
+        often = changed(settings, trainer={"max_ckpt_to_keep": keep}, checkpoint={"background_save": rng.choice([None, True])})
         checkpoints, ended = run_dir / "checkpoints", False
         while not ended:
             number += 1

@@ -15,7 +15,7 @@ import pytest
 from program import finish, mfsdp, start
 from ranks import free_port
 
-from mfsdp_cli.errors import MACHINE_UNFIT, OK, RUN_FAILED, SIGNAL_BASE, MfsdpError
+from mfsdp_cli.errors import MACHINE_UNFIT, OK, RUN_FAILED, SIGNAL_BASE, STOPPED, MfsdpError
 from mfsdp_cli.launch.run import PROCESS_MARK, marked_processes
 from mfsdp_cli.train.metrics import read_metrics
 
@@ -52,7 +52,8 @@ def course(run_dir) -> list[tuple]:
 
 
 def test_killed_in_the_middle_and_continued_is_the_same_run(tiny, prompts, tmp_path):
-    """The policy takes two updates a step, so old log-probabilities are computed; kill -9 of everything during step 3."""
+    """The policy takes two updates a step, so old log-probabilities are computed; SIGTERM after step 1, then kill -9 of everything
+    in step 4."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     code, out, err = mfsdp(*command(tiny, prompts, straight))
     assert code == OK and out == f"{straight}/checkpoints/step_000004\n", err
@@ -61,8 +62,14 @@ def test_killed_in_the_middle_and_continued_is_the_same_run(tiny, prompts, tmp_p
     assert all(r[-1] < 1e-4 for r in metrics)  # the sampler's log-probabilities are the trainer's
 
     process = start(*command(tiny, prompts, broken))
-    wait_for(process, "step 2/4")
-    wait_for(process, "saved")
+    wait_for(process, "step 1/4")
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    stopped_at = int(out.strip()[-6:])
+    assert code == STOPPED and out == f"{broken}/checkpoints/step_{stopped_at:06d}\n" and stopped_at in (1, 2), err
+
+    process = start(*command(tiny, prompts, broken))
+    wait_for(process, "step 3/4")
     for pid in marked_processes(marks_below(process)):
         try:
             os.kill(pid, signal.SIGKILL)

@@ -102,14 +102,15 @@ def test_every_pair_is_exact(tiny, tmp_path, name, options, dtype, layouts):
     print(f"{name} {dtype}: {num_pairs} ordered pairs, {len(files[0])} tensors each")
 
 
-def test_a_vocabulary_of_another_size_is_refused_before_a_launch():
-    """509 rows, as one tensor-parallel rank stores them, over 2 and 4; 512, as those pad it, over any."""
+def test_a_vocabulary_or_stages_of_another_size_are_refused_before_a_launch():
+    """509 rows, as one tensor-parallel rank stores them, over 2 and 4; 512, as those pad it, over any. And no other PP at all."""
     from mfsdp_cli.checkpoint.manifest import Manifest
     from mfsdp_cli.checkpoint.reuse import resume_problems
     from mfsdp_cli.config.schema import SftSettings
     from mfsdp_cli.engine.megatron import padded_vocab_size
 
     settings = SftSettings()
+    assert settings.engine.pipeline_model_parallel_size == 1
     for saver in (1, 2, 4):
         rows = padded_vocab_size(509, saver)
         made = Manifest(step=1, total_steps=1, samples_consumed=1, contents=ALL, topology={"world": 4, "tp": saver, "pp": 1}, dtype="float32",
@@ -118,3 +119,7 @@ def test_a_vocabulary_of_another_size_is_refused_before_a_launch():
             settings.engine.tensor_model_parallel_size = loader
             keys = [p.key for p in resume_problems(settings, made)]
             assert keys == (["engine.tensor_model_parallel_size"] if saver == 1 and loader > 1 else []), (saver, loader)
+    settings.engine.pipeline_model_parallel_size = 2
+    assert [p.key for p in resume_problems(settings, made)] == ["engine.pipeline_model_parallel_size"]
+    settings.engine.pipeline_model_parallel_size = 1
+    assert [p.found for p in resume_problems(settings, replace(made, topology={"pp": 2}))] == ["1"]

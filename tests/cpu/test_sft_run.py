@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import time
 
 import pytest
 from program import finish, mfsdp, start
 
-from mfsdp_cli.errors import BAD_INPUT, OK, RUN_FAILED, STOPPED
+from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, OK, RUN_FAILED, STOPPED
 
 STEPS = 60
 
@@ -26,7 +28,25 @@ def sums(number: int) -> list[tuple[str, str]]:
     return [(f"What is {n} + {n}?", f"#### {2 * n}") for n in range(number)]
 
 
-def test_stopped_continued_inspected_and_exported(tiny, tmp_path):
+def kill_at(process, text: str) -> None:
+    """SIGKILL of the launcher when it tells this line."""
+    for line in process.stderr:
+        if line.startswith(text):
+            process.kill()
+            break
+    assert finish(process)[0] == -signal.SIGKILL
+
+
+def as_soon_as_it_may(*command) -> tuple[int, str, str]:
+    for _ in range(120):
+        code, out, err = mfsdp(*command)
+        if code != MACHINE_UNFIT or "still at work" not in err:
+            return code, out, err
+        time.sleep(0.5)
+    raise AssertionError(err)
+
+
+def test_stopped_killed_continued_inspected_and_exported(tiny, tmp_path):
     from transformers import AutoModelForCausalLM
 
     run_dir, train = tmp_path / "run", write_chats(tmp_path / "train.parquet", sums(40))
@@ -43,14 +63,19 @@ def test_stopped_continued_inspected_and_exported(tiny, tmp_path):
     stopped_at = int(folder.name.removeprefix("step_"))
     assert 2 < stopped_at < STEPS and out == f"{folder}\n" and "the same command again" in err
 
-    code, out, err = mfsdp(*command)
+    process = start(*command)
+    kill_at(process, f"step {stopped_at + 2}/")
+    code, out, err = as_soon_as_it_may(*command)  # the ranks that the dead launcher left save first
+    [(_, went_on_at)] = re.findall(r"weights from (.*)step_(\d+)", err)
+    went_on_at = int(went_on_at)
+    assert went_on_at >= stopped_at + 2
     last = run_dir / "checkpoints" / f"step_{STEPS:06d}"
     assert code == OK, err
     assert out == f"{last}\n"  # the product, and nothing else
     steps = [int(line.split()[1].removesuffix(f"/{STEPS}")) for line in err.splitlines() if line.startswith("step ")]
-    assert steps[0] == stopped_at + 1 and steps[-1] == STEPS and steps == sorted(set(steps))
+    assert steps[0] == went_on_at + 1 and steps[-1] == STEPS and steps == sorted(set(steps))
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [(r["step"], r["attempt"]) for r in records] == [(n, 1 + (n > stopped_at)) for n in range(1, STEPS + 1)]
+    assert [(r["step"], r["attempt"]) for r in records] == [(n, 1 + (n > stopped_at) + (n > went_on_at)) for n in range(1, STEPS + 1)]
     assert records[-1]["loss"] < 0.5 * records[0]["loss"]
     assert list((run_dir / "tensorboard").iterdir())
 
