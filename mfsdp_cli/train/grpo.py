@@ -25,8 +25,10 @@ from mfsdp_cli.train.weight_sync import weight_sync
 def main() -> None:
     args = parse_arguments(__doc__)
     process = RankProcess(args.attempt_dir, rank=0, local_rank=0, name=None)
+    run_dir = args.run_dir.resolve()  # Ray's actors may have another working directory
+    process.show(run_dir, args.run_dir)
     with process.last_word():
-        train(read_resolved(args.config, "grpo"), args.run_dir.resolve(), process)
+        train(read_resolved(args.config, "grpo"), run_dir, process)
 
 
 def train(settings: GrpoSettings, run_dir: Path, process: RankProcess) -> None:

@@ -49,14 +49,21 @@ class RankProcess:
         while not try_lock(self._alive, fcntl.LOCK_SH):  # a launcher is just looking whether anyone holds it
             time.sleep(0.01)
         self._asked = False
+        self._shown: dict[str, str] = {}
         for number in ASK_SIGNALS if name is None else ():
             signal.signal(number, self._ask)
 
     def _ask(self, number, frame) -> None:
         self._asked = True
 
+    def show(self, folder: Path, given: Path) -> None:
+        """Tell of what is in this folder by the name that the user gave it."""
+        self._shown[f"{folder}/"] = f"{given}/"
+
     def say(self, text: str) -> None:
         """A line for people, from rank 0 only; in the log too."""
+        for path, given in self._shown.items():
+            text = text.replace(path, given)
         _log(text)
         if self.rank == 0:
             try:
