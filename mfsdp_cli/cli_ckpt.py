@@ -1,14 +1,15 @@
-"""`mfsdp ckpt`: what checkpoints there are, what is in one, and its way to Hugging Face format. Imported by `cli`; the work is in `checkpoint` and `launch`."""
+"""`mfsdp ckpt`: checkpoints listed, inspected, compared and exported. Imported by `cli`; the work is in `checkpoint` and `launch`."""
 
 from typing import Annotated, Literal, Optional
 
 import typer
 
-from mfsdp_cli.errors import OK, USAGE, MfsdpError, Problem
+from mfsdp_cli.errors import MISMATCH, OK, USAGE, MfsdpError, Problem
 from mfsdp_cli.options import STYLE, CheckpointPath, Json, NoColor, Quiet
 from mfsdp_cli.output import Console
 
-app = typer.Typer(help="List and inspect checkpoints, export one to Hugging Face format", no_args_is_help=True, add_completion=False, **STYLE)
+app = typer.Typer(help="List, inspect and compare checkpoints, export one to Hugging Face format", no_args_is_help=True,
+                  add_completion=False, **STYLE)
 
 
 @app.command("list", no_args_is_help=True)
@@ -43,7 +44,8 @@ def list_(
 @app.command("inspect", no_args_is_help=True)
 def inspect(
     path: CheckpointPath,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor: name, shape, dtype, bytes")] = False,
+    tensors: Annotated[Optional[str], typer.Option(
+        "--tensors", metavar="PATTERN", help="List tensors by name: a part of it, or a pattern as '*.exp_avg'; '*' lists all")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte again and compare checksums")] = False,
     json: Json = False, no_color: NoColor = False,
 ) -> int:
@@ -52,7 +54,7 @@ def inspect(
     \b
     Examples:
       mfsdp ckpt inspect runs/sft
-      mfsdp ckpt inspect runs/sft/checkpoints/step_000100 --tensors --verify
+      mfsdp ckpt inspect runs/sft/checkpoints/step_000100 --tensors linear_fc1 --verify
     """
     from mfsdp_cli.checkpoint.inspect import inspect as look
     from mfsdp_cli.checkpoint.inspect import render
@@ -62,6 +64,35 @@ def inspect(
     console.problems([Problem(**p) for p in data["problems"]])
     console.product(render(data), {"ok": data["exit_code"] == OK, **data})
     return data["exit_code"]
+
+
+@app.command("diff", no_args_is_help=True)
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint, or run folder, or Hugging Face folder")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same, to compare it with")],
+    values: Annotated[bool, typer.Option("--values", help="Compare every value too, in a process with torch")] = False,
+    tensors: Annotated[str, typer.Option("--tensors", metavar="PATTERN", help="Only tensors of such names, as in inspect")] = "",
+    json: Json = False, quiet: Quiet = False, no_color: NoColor = False,
+) -> int:
+    """Compare two checkpoints: tensors, records and settings
+
+    \b
+    Examples:
+      mfsdp ckpt diff runs/a runs/b
+      mfsdp ckpt diff runs/a/checkpoints/step_000100 out --values --tensors embedding
+
+    \b
+    Exits with 0 when the tensors are equal in names, shapes and dtypes, and with --values in every value;
+    with 6 when they are not. Steps, versions, topology and settings are told, and do not count. They may
+    be of any layout. Names are compared as they are, but for the module. that wrappers leave in them.
+    """
+    from mfsdp_cli.checkpoint.diff import render
+    from mfsdp_cli.launch.diff import compare
+
+    code, data = compare(a, b, tensors, values, quiet=quiet, no_color=no_color)
+    if code in (OK, MISMATCH) or json:
+        Console(json=json, no_color=no_color).product(render(data), data)
+    return code
 
 
 @app.command("export-hf", no_args_is_help=True)

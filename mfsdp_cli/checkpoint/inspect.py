@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from mfsdp_cli.checkpoint import finding, layouts, manifest
 from mfsdp_cli.checkpoint.dcp_metadata import TensorEntry, read_dcp
 from mfsdp_cli.checkpoint.export_source import model_folder
 from mfsdp_cli.checkpoint.hf_folder import HfContents, read_hf
+from mfsdp_cli.checkpoint.words import columns, shape_words, size_words
 from mfsdp_cli.errors import BAD_INPUT, OK, MfsdpError, Problem
+from mfsdp_cli.output import printable
 
 GROUPS = ("model parameters", "optimizer moments", "optimizer, other", "other")
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
@@ -18,18 +21,18 @@ _OTHER = {"extra", "rng_state", "rng", "lr_scheduler", "opt_param_scheduler", "r
 _HALF = re.compile(r"(linear_fc1\.(?:weight|bias)\d*)_[wv](?=\.|$)")
 
 
-def inspect(path: str | Path, *, tensors: bool = False, verify: bool = False) -> dict:
+def inspect(path: str | Path, *, tensors: str | None = None, verify: bool = False) -> dict:
     """Report on the checkpoint at `path`, ready for JSON; every key is always there.
 
     Faults of the checkpoint are in report["problems"] (Problem dicts) and report["exit_code"] (0, or that of the
-    gravest). tensors: also list every stored tensor. verify: read all bytes and compare checksums.
+    gravest). tensors: also list the stored tensors whose names match (`matches`). verify: read all bytes and compare checksums.
     Raises MfsdpError (BAD_INPUT) when `path` leads to no checkpoint."""
     problems: list[Problem] = []
     layout = layouts.find_layout(path, problems)
     report = {
         "path": str(layout.root), "layout": layout.kind, "title": layouts.TITLES[layout.kind], "step": layout.step, "total_steps": None,
         "samples_consumed": None, "contents": [], "topology": {}, "dtype": None, "architecture": None, "source_model": None,
-        "padded_vocab_size": None, "versions": {}, "created": None, "verified": False,
+        "padded_vocab_size": None, "versions": {}, "created": None, "metrics": {}, "verified": False,
     }
     _describe(layout, report, problems)
     stored, objects = _read_tensors(layout, problems)
@@ -38,6 +41,10 @@ def inspect(path: str | Path, *, tensors: bool = False, verify: bool = False) ->
         stored = hf.tensors if hf else ()
     if verify:
         _verify(layout, report, problems)
+    listed = None if tensors is None else [entry for entry in stored if matches(entry.name, tensors)]
+    if listed == [] and stored:
+        why = f"none of the {len(stored)} names matches"
+        problems.append(Problem("--tensors", tensors, why, "a part of a name, or a pattern as '*.exp_avg'", "command line", BAD_INPUT, "warning"))
     problems = _one_per_place(problems)
     errors = [p for p in problems if p.level == "error"]
     return report | {
@@ -51,8 +58,17 @@ def inspect(path: str | Path, *, tensors: bool = False, verify: bool = False) ->
         "export": _export_verdict(layout, report, hf, bool(errors)),
         "steps": _steps(layout) if layout.kind == "mfsdp" else [],
         "problems": [p.to_dict() for p in problems],
-        "tensors": [_tensor_report(entry) for entry in stored] if tensors else None,
+        "tensors": None if listed is None else [_tensor_report(entry) for entry in listed],
     }
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name fits: a part of it, or with *, ? or [ a pattern for the whole.
+
+    >>> [matches("model.norm.weight", p) for p in ("norm", "norm*", "*.weight", "")]
+    [True, False, True, True]
+    """
+    return fnmatch.fnmatchcase(name, pattern) if set(pattern) & set("*?[") else pattern in name
 
 
 def _describe(layout: layouts.Layout, report: dict, problems: list[Problem]) -> None:
@@ -61,7 +77,7 @@ def _describe(layout: layouts.Layout, report: dict, problems: list[Problem]) -> 
         found, faults = manifest.examine(layout.root)
         problems += faults
         for key in ("step", "total_steps", "samples_consumed", "contents", "topology", "dtype", "architecture", "source_model",
-                    "padded_vocab_size", "versions", "created"):
+                    "padded_vocab_size", "versions", "created", "metrics"):
             report[key] = getattr(found, key) if found else report[key]
     elif layout.kind == "verl":
         found = layouts.verl_contents(layout, problems)
@@ -206,6 +222,7 @@ def render(report: dict) -> str:
         "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         "huggingface": ", ".join([*has, weights]) if hf["path"] else "none",
         "export": ("yes: " if report["export"]["possible"] else "no: ") + report["export"]["why"],
+        "validation": ", ".join(f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in report["metrics"].items()),
         "steps": ", ".join(f"{s['step']}{' (latest)' if s['latest'] else ''}" for s in report["steps"]),
     }
     lines = [report["path"], *(f"  {name:<12} {value}" for name, value in facts.items() if value)]
@@ -217,24 +234,11 @@ def render(report: dict) -> str:
     if report["num_objects"]:
         lines += ["", f"  and {report['num_objects']:,} values that are no tensors"]
     if report["tensors"] is not None:
-        cells = [(t["name"], "×".join(map(str, t["shape"])) or "scalar", t["dtype"], str(t["num_chunks"]), size_words(t["bytes"]))
+        cells = [(t["name"], shape_words(t["shape"]), t["dtype"], str(t["num_chunks"]), str(len(t["files"])), size_words(t["bytes"]))
                  for t in report["tensors"]]
-        lines += ["", *_table(("tensor", "shape", "dtype", "chunks", "size"), cells)]
-    return "\n".join(lines)
+        lines += ["", *_table(("tensor", "shape", "dtype", "chunks", "files", "size"), cells)]
+    return printable("\n".join(lines))
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """First column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    first, *others = widths
-    return ["  ".join(["", row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others))]) for row in (header, *rows)]
-
-
-def size_words(num_bytes: int) -> str:
-    """1536 -> "1.5 KiB"; whole bytes below 1 KiB."""
-    if num_bytes < 1024:
-        return f"{num_bytes} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        num_bytes /= 1024
-        if num_bytes < 1024 or unit == "TiB":
-            return f"{num_bytes:.1f} {unit}"
+    return [f"  {line}" for line in columns([header, *rows], numbers=len(header) - 1)]

@@ -32,6 +32,8 @@ TITLES = {
     "huggingface": "Hugging Face folder",
 }
 _VERL_DCP = ("model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt")
+_VERL_TYPES = {"global_step": lambda v: type(v) is int, "world_size": lambda v: type(v) is int, "arch": lambda v: isinstance(v, str),
+               "save_contents": lambda v: isinstance(v, list) and all(isinstance(part, str) for part in v)}
 _STEP = re.compile(r"(?:global_step|iter|step)_(\d+)(?:\.tmp|\.old)?")
 
 
@@ -134,6 +136,8 @@ def verl_contents(layout: Layout, problems: list[Problem]) -> dict:
     try:
         contents = json.loads(path.read_text())
         places = {name: Path(entry["path"]) for name, entry in contents["contents"].items()}
+        if wrong := [key for key, fits in _VERL_TYPES.items() if key in contents and not fits(contents[key])]:
+            raise TypeError(f"{', '.join(wrong)} of another type than verl writes")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         problems.append(_error(path, f"{type(error).__name__}: {error}", f"{VERL_CONTENTS} cannot be read", "use another step"))
         return {}

@@ -55,8 +55,8 @@ def _row(folder: Path, step: int, suffix: str) -> dict:
     manifest, problems = examine(folder)
     stands_in = suffix == OLD and not (folder.with_suffix("")).exists()
     state = COMPLETE if not problems and (not suffix or stands_in) else REMAINS if suffix else INCOMPLETE
-    why = "" if state == COMPLETE else _why(problems) if suffix != OLD else "replaced by the step of the same number; the next save deletes it"
-    return _facts(folder, step, state, why) | ({
+    why = "replaced by the step of the same number; the next save deletes it" if suffix == OLD else _why(problems)
+    return _facts(folder, step, state, "" if state == COMPLETE else why) | ({
         "created": manifest.created, "contents": manifest.contents, "topology": manifest.topology, "metrics": manifest.metrics,
         "best_metric": manifest.best_metric} if manifest else {})
 
@@ -65,12 +65,14 @@ def _facts(folder: Path, step: int | None, state: str, why: str) -> dict:
     """What a folder tells about itself; what only a record tells is empty."""
     files = [p.stat() for p in folder.rglob("*") if p.is_file()]
     changed = max([file.st_mtime for file in files] or [folder.stat().st_mtime])
+    created = datetime.fromtimestamp(changed, timezone.utc).isoformat(timespec="seconds")
     return {"name": folder.name, "path": str(folder), "step": step, "state": state, "why": why, "bytes": sum(file.st_size for file in files),
-            "created": datetime.fromtimestamp(changed, timezone.utc).isoformat(timespec="seconds"), "contents": [], "topology": {},
-            "metrics": {}, "best_metric": ""}
+            "created": created, "contents": [], "topology": {}, "metrics": {}, "best_metric": ""}
 
 
 def _why(problems: list[Problem]) -> str:
+    if not problems:
+        return ""
     first = problems[0]
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{Path(first.key).name} {first.found}: {first.why}{more}"
@@ -86,10 +88,9 @@ def _foreign_rows(root: Path) -> tuple[list[dict], Path | None]:
             contents = layouts.verl_contents(layout, problems) if layout.kind == "verl" else {}
             problems += [Problem(str(dcp / layouts.METADATA), "missing", "the save did not finish", "", code=BAD_INPUT)
                          for dcp in layout.dcp if not (dcp / layouts.METADATA).is_file()]
-            row = _facts(layout.root, step, INCOMPLETE if problems else COMPLETE, _why(problems) if problems else "")
-            world = {"world": contents["world_size"]} if isinstance(contents.get("world_size"), int) else {}
-            saved = contents.get("save_contents")
-            row |= {"name": layout.root.relative_to(root).as_posix(), "topology": world, "contents": saved if isinstance(saved, list) else []}
+            row = _facts(layout.root, step, INCOMPLETE if problems else COMPLETE, _why(problems))
+            row |= {"name": layout.root.relative_to(root).as_posix(), "contents": contents.get("save_contents", []),
+                    "topology": {"world": contents["world_size"]} if "world_size" in contents else {}}
             rows.append(row)
             if step == tracked and not problems and latest is None:
                 latest = layout.root

@@ -51,6 +51,17 @@ class Writer(dcp.FileSystemWriter):
         return done
 
 
+class OnceReader(dcp.FileSystemReader):
+    """One for many loads of a tensor each: reads `.metadata` once, not at every load."""
+
+    def __init__(self, folder: str | Path):
+        super().__init__(folder)
+        self._metadata = super().read_metadata()
+
+    def read_metadata(self, *args, **kwargs):
+        return self._metadata
+
+
 class Reader(dcp.FileSystemReader):
     """Reads its part of the tensors with several threads."""
 

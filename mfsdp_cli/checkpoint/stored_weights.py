@@ -10,17 +10,7 @@ import torch.distributed.checkpoint as dcp
 from mfsdp_cli.checkpoint import dtensor
 from mfsdp_cli.checkpoint.dcp_metadata import TensorEntry
 from mfsdp_cli.checkpoint.export_source import PARAMETERS
-
-
-class _Reader(dcp.FileSystemReader):
-    """One that reads `.metadata` once, not at every load."""
-
-    def __init__(self, folder: Path):
-        super().__init__(folder)
-        self._metadata = super().read_metadata()
-
-    def read_metadata(self, *args, **kwargs):
-        return self._metadata
+from mfsdp_cli.checkpoint.storage import OnceReader
 
 
 class StoredWeights:
@@ -31,7 +21,7 @@ class StoredWeights:
         self.folder = folder
         self._entries = {PARAMETERS + dtensor.canonical(t.name.removeprefix(PARAMETERS)): t for t in tensors}
         assert len(self._entries) == len(tensors), "two stored tensors have one name"
-        self._reader = _Reader(folder)
+        self._reader = OnceReader(folder)
 
     def check(self, model: torch.nn.Module) -> None:
         """Raise MfsdpError unless the checkpoint holds exactly the parameters of this unsharded model, in their shapes."""

@@ -15,6 +15,10 @@ def size_words(num_bytes: int) -> str:
             return f"{num_bytes:.1f} {unit}"
 
 
+def shape_words(shape: list[int] | tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
 def age_words(created: str, now: datetime) -> str:
     """How long before `now` an ISO 8601 time was, in its largest unit: "2 d"; "-" when it is no time."""
     try:
@@ -31,4 +35,5 @@ def columns(rows: list[tuple[str, ...]], numbers: int = 0) -> list[str]:
     """Lines of aligned cells; the last `numbers` columns to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     first = len(widths) - numbers
-    return ["  ".join(cell.ljust(w) if i < first else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    places = [f"<{width}" if i < first else f">{width}" for i, width in enumerate(widths)]
+    return ["  ".join(format(cell, place) for cell, place in zip(row, places)).rstrip() for row in rows]

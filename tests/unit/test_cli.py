@@ -85,7 +85,8 @@ def test_help_and_bare_call_name_every_command_and_exit_code(mfsdp):
 
 def test_every_command_has_help_with_an_example_and_documented_options():
     found = dict(commands())
-    assert set(found) == {("prep-data",), ("doctor",), ("sft",), ("grpo",), ("samples",), ("ckpt", "inspect"), ("ckpt", "export-hf"),
+    assert set(found) == {("prep-data",), ("doctor",), ("sft",), ("grpo",), ("samples",), ("ckpt", "list"), ("ckpt", "inspect"),
+                          ("ckpt", "diff"), ("ckpt", "export-hf"),
                           ("config", "show"), ("config", "diff"), ("config", "schema"), ("config", "presets"), ("config", "from-verl"),
                           ("rules",)}
     for name, command in found.items():

@@ -221,7 +221,7 @@ def test_model_folders(draw, base, here):
                                            "engine.override_transformer_config={moe_aux_loss_coeff: 0.1}"]), max_size=3))
     use = draw(st.sampled_from(["run", "run", "run", "suggest", "inspect", "reference"]))
     if use == "inspect":
-        args = ["ckpt", "inspect", str(model), "--tensors", *(["--json"] if draw(st.booleans()) else [])]
+        args = ["ckpt", "inspect", str(model), "--tensors", "*", *(["--json"] if draw(st.booleans()) else [])]
     elif use == "suggest":
         args = [kind, *sound(base, kind), f"model.path={model}", "engine.device=cuda", "--suggest", "--gpus", "8", "--gpu-memory", "80GiB",
                 "--json"]
@@ -282,7 +282,7 @@ def test_run_folders(draw, base, here):
     use = draw(st.sampled_from(["resume", "resume", "inspect", "export", "model", "path", "diff", "grpo"]))
     more = ["--json"] if draw(st.booleans()) else []
     args = {
-        "inspect": ["ckpt", "inspect", str(place), "--tensors", *(["--verify"] if draw(st.booleans()) else []), *more],
+        "inspect": ["ckpt", "inspect", str(place), "--tensors", "*", *(["--verify"] if draw(st.booleans()) else []), *more],
         "export": ["ckpt", "export-hf", str(place), "-o", str(here / "out"), *more],
         "diff": ["config", "diff", str(run), str(base / "run"), *more],
     }.get(use) or dry_run(draw, "grpo" if use == "grpo" else "sft", [*sound(base, "grpo" if use == "grpo" else "sft"), *{

@@ -109,7 +109,8 @@ def test_the_metrics_that_settings_offer_are_those_with_a_direction():
         "val_reward": 1.5, "val_pass_rate": None}
 
 
-@pytest.mark.parametrize("save, test, fix", [(100, 30, 25), (100, 100, None), (100, 20, None), (100, 200, 100), (100, -1, 100), (-1, 7, None)])
+@pytest.mark.parametrize("save, test, fix", [(100, 30, 25), (100, 100, None), (100, 20, None), (100, 200, 100), (100, -1, 100),
+                                             (-1, 7, None)])
 def test_the_best_need_a_validation_at_each_save(save, test, fix):
     found = problems(trainer__keep_best=1, trainer__save_freq=save, trainer__test_freq=test, rule="keep-best-validates")
     assert [p.fix.split(",")[0] for p in found] == ([] if fix is None else [f"trainer.test_freq={fix}"])
