@@ -8,18 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_for_tests import mfsdp  # noqa: F401  the command line as a fixture
 from facts_for_tests import LLAMA, QWEN2, QWEN3_MOE, make_facts, make_settings
 from grpo_for_tests import CPU, cpu_facts, grpo_facts, grpo_settings
 from inputs_for_tests import TINY_QWEN2, write_chats, write_model
-from test_cli import mfsdp  # noqa: F401  the command line as a fixture
 
-from mfsdp_cli.launch import memory
-from mfsdp_cli.launch.fit import CERTAIN, GIB, disk_problems, memory_problems, predict_disk, predict_memory
-from mfsdp_cli.launch.memory import Layout, training_peak
 from mfsdp_cli.config.parameters import (
     Shape, dense_layer, expert_parameters, expert_weights, model_shape, num_parameters, outer_weights, padded_vocab, split_weights,
     whole_weights,
 )
+from mfsdp_cli.launch import memory
+from mfsdp_cli.launch.fit import CERTAIN, GIB, disk_problems, memory_problems, predict_disk, predict_memory
+from mfsdp_cli.launch.memory import Layout, training_peak
 from mfsdp_cli.launch.plan import make_plan
 
 ROOT = Path(__file__).parents[2]

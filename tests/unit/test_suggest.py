@@ -4,10 +4,10 @@ import json
 import random
 
 import pytest
+from cli_for_tests import mfsdp  # noqa: F401  the command line as a fixture
 from facts_for_tests import LLAMA, QWEN2, QWEN3_MOE, make_facts, make_settings
 from grpo_for_tests import grpo_facts, grpo_settings
 from inputs_for_tests import snapshot, write_chats, write_model
-from test_cli import mfsdp  # noqa: F401  the command line as a fixture
 
 from mfsdp_cli.config.rules import check
 from mfsdp_cli.errors import MfsdpError
