@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,11 +25,13 @@ class Position:
     """Where a run stands: optimizer steps done and conversations seen, over all ranks.
 
     rollout  GRPO one step ahead: the next step's responses (see `ahead`)
+    metrics  of the validation at this step, as the manifest has them; empty without one
     """
 
     step: int = 0
     samples_consumed: int = 0
     rollout: bytes = b""
+    metrics: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from mfsdp_cli.checkpoint.retention import recorded
 from mfsdp_cli.config.load import read_resolved, to_dict
 from mfsdp_cli.config.schema_grpo import GrpoSettings
 from mfsdp_cli.data.loader import BatchStream
@@ -81,7 +82,7 @@ def loop(run: Run, log, meter) -> None:
             record |= run.validate(log)
         if last or due(step, trainer.save_freq):
             log.sync()
-            run.save(coming)
+            run.save(coming, recorded(record))
         run.tell_saves(wait=last)
     done = trainer.val_only or run.step >= run.total_steps
     process.say("done" if done else "stopped on request")
@@ -265,10 +266,11 @@ class Run:
                          f"val_len {found['val_response_length']:.0f} ({len(answers)} responses, {found['val_s']:.1f} s)")
         return found
 
-    def save(self, begun: dict | None) -> None:
-        """begun: the rollout that is under way, one step ahead. It is waited for, since nobody could repeat it: its weights are gone."""
+    def save(self, begun: dict | None, metrics: dict[str, float | None]) -> None:
+        """begun: the rollout that is under way, one step ahead. It is waited for, since nobody could repeat it: its weights are gone.
+        metrics: of the validation at this step, if there was one."""
         rollout = b"" if begun is None else ahead.to_bytes(begun["prompts"], self.responses_of(begun), self.num_updates)
-        self.cluster.on_ranks("save", self.step, self.samples_consumed, self.total_steps, self.end_of_turn_id, rollout)
+        self.cluster.on_ranks("save", self.step, self.samples_consumed, self.total_steps, self.end_of_turn_id, rollout, metrics)
 
     def tell_saves(self, wait: bool = False) -> None:
         """Ranks may write a checkpoint while the loop goes on: what has been completed meanwhile. Raises what made a save fail."""

@@ -143,14 +143,15 @@ class TrainerRank:
         for _ in weights:
             pass
 
-    def save(self, step: int, samples_consumed: int, total_steps: int, end_of_turn_id: int, rollout: bytes) -> None:
+    def save(self, step: int, samples_consumed: int, total_steps: int, end_of_turn_id: int, rollout: bytes,
+             metrics: dict[str, float | None]) -> None:
         """Write RUN/checkpoints/step_N, or begin to: see `saved`."""
         from mfsdp_cli.train.checkpoints import Position
         from mfsdp_cli.train.saver import Saver
 
         if self.saver is None:
             self.saver = Saver(self.policy, self.settings, self.run_dir, self.source, total_steps, end_of_turn_id, None, self.lines.append)
-        self.saver.save(Position(step, samples_consumed, rollout))
+        self.saver.save(Position(step, samples_consumed, rollout, metrics))
 
     def saved(self, wait: bool) -> tuple[str | None, list[str]]:
         """The newest checkpoint that this attempt has completed, and lines for people since the last call. Raises what made a save fail.

@@ -104,7 +104,8 @@ class Saver:
         if position.rollout:
             (tmp / ROLLOUT).write_bytes(position.rollout)
         saving.commit(tmp, self._manifest(position, num_tensors), {f"{DIST_CKPT}/{name}": entry for name, entry in files.items()})
-        retention.prune(folder.parent, self.settings.trainer.max_ckpt_to_keep)
+        trainer = self.settings.trainer
+        retention.prune(folder.parent, trainer.max_ckpt_to_keep, trainer.keep_every, trainer.keep_best, trainer.best_metric)
 
     def _manifest(self, position: Position, num_tensors: int) -> Manifest:
         e = self.settings.engine
@@ -116,7 +117,7 @@ class Saver:
             step=position.step, total_steps=self.total_steps, samples_consumed=position.samples_consumed, topology=topology,
             contents=list(self.settings.checkpoint.save_contents), dtype=e.dtype, padded_vocab_size=self.engine.vocab_rows,
             architecture=self.engine.hf_config.architectures[0], source_model=self.settings.model.path, num_tensors=num_tensors,
-            versions={p: version(p) for p in PACKAGES},
+            versions={p: version(p) for p in PACKAGES}, metrics=position.metrics, best_metric=self.settings.trainer.best_metric,
         )
 
     def _in_background(self) -> bool:

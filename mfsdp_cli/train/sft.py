@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from mfsdp_cli.checkpoint.retention import recorded
 from mfsdp_cli.config.load import read_resolved, to_dict
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.errors import MfsdpError
@@ -109,7 +111,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
                 validate()
             if last or due(step, trainer.save_freq):
                 log.sync()
-                saver.save(position)
+                saver.save(replace(position, metrics=recorded(record)))
             saver.check()
             if stopped:
                 break
