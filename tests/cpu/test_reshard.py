@@ -87,7 +87,7 @@ def test_every_pair_is_exact(tiny, tmp_path, name, options, dtype, layouts):
     num_pairs = 0
     for layout in layouts:
         again = tmp_path / f"again-{layout}"
-        found = run_ranks(layout.ranks, load_all, model, layout, folders, again, rows)[0]
+        found = run_ranks(layout.ranks, load_all, model, layout, folders, again, rows, timeout_s=60 + 60 * len(folders))[0]
         for saver, folder, tensors, wanted, mine in zip(savers, folders, files, saved, found, strict=True):
             pair = f"{saver} -> {layout}"
             assert mine[0] == wanted[0], f"{pair}: weights"
