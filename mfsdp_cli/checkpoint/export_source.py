@@ -14,7 +14,7 @@ from pathlib import Path
 from mfsdp_cli.checkpoint import layouts
 from mfsdp_cli.checkpoint.dcp_metadata import TensorEntry, read_dcp
 from mfsdp_cli.checkpoint.manifest import require_complete
-from mfsdp_cli.checkpoint.hf_folder import read_hf
+from mfsdp_cli.checkpoint.hf_folder import DTYPE_NAMES, read_hf
 from mfsdp_cli.checkpoint.reuse import SOURCE_INDEX
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
@@ -85,11 +85,28 @@ def find_export_source(path: str | Path, source: Path | None = None) -> ExportSo
     return ExportSource(layout.root, folder, tensors, huggingface, _index(layout.root, source, weights), weights, step)
 
 
+def noted_index(root: Path) -> dict[str, dict] | None:
+    """As the trainer noted it, None when it has not. Raises MfsdpError (BAD_INPUT) when the file is damaged."""
+    path = root / SOURCE_INDEX
+    if not path.is_file():
+        return None
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        for entry in index.values():
+            sizes = [type(n) is int and n >= 0 for n in entry["shape"]]
+            if entry.keys() != {"shape", "dtype"} or entry["dtype"] not in DTYPE_NAMES.values() or not all(sizes):
+                raise ValueError(f"{entry} is no shape and dtype")
+        return index
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise MfsdpError(_problem(path, str(error), "the list of the source model's tensors is damaged",
+                                  "copy it again from where the checkpoint was made, or use another step")) from None
+
+
 def _index(root: Path, source: Path | None, weights: Path | None) -> dict[str, dict]:
     """Of the folder given, else as the trainer noted it, else of the weights beside the shards, which verl writes in float32
     whatever the model's dtype is."""
-    if source is None and (root / SOURCE_INDEX).is_file():
-        return json.loads((root / SOURCE_INDEX).read_text())
+    if source is None and (noted := noted_index(root)) is not None:
+        return noted
     if source is None and weights is None:
         raise MfsdpError(_problem(root, "no index of the source model", "there is nothing to check the export against",
                                   "give the folder of the model that was trained by --source"))

@@ -11,8 +11,10 @@ import tempfile
 from pathlib import Path
 
 from mfsdp_cli.checkpoint.dcp_metadata import DTYPE_BYTES
+from mfsdp_cli.checkpoint.export_source import noted_index
 from mfsdp_cli.checkpoint.export_target import refusals
 from mfsdp_cli.checkpoint.inspect import inspect
+from mfsdp_cli.checkpoint.shard_files import total_bytes
 from mfsdp_cli.errors import BAD_INPUT, INTERRUPTED, MACHINE_UNFIT, OK, SIGNAL_BASE, TERMINATED, MfsdpError, Problem
 from mfsdp_cli.launch.host import free_disk_gib, oom_kills
 from mfsdp_cli.launch.outcome import signal_words
@@ -55,12 +57,18 @@ def check_export(path: str, out: str, dtype: str, overwrite: bool) -> tuple[Path
     num_weights = sum(g["num_elements"] for g in report["groups"] if g["name"] == "model parameters")
     if num_weights == 0:
         problems.append(Problem(report["path"], "no tensors", "there are no weights in it", "give another checkpoint", code=BAD_INPUT))
-    needed_gib = num_weights * DTYPE_BYTES[report["dtype"] or "float32" if dtype == "auto" else dtype] / 2**30
-    free_gib = free_disk_gib(out)
-    if free_gib < needed_gib:
-        problems.append(Problem("--out", out, f"the weights need {needed_gib:.1f} GiB, and {free_gib:.1f} GiB are free there",
+    needed_bytes, free_gib = _needed_bytes(report, dtype, num_weights), free_disk_gib(out)
+    if free_gib < needed_bytes / 2**30:
+        problems.append(Problem("--out", out, f"the weights need {needed_bytes / 2**30:.1f} GiB, and {free_gib:.1f} GiB are free there",
                                 "free some space or name a folder on another disk", "command line", MACHINE_UNFIT))
     return Path(report["path"]), problems
+
+
+def _needed_bytes(report: dict, dtype: str, num_weights: int) -> int:
+    """Exactly, where the trainer has noted the source model's tensors."""
+    if index := noted_index(Path(report["path"])):
+        return total_bytes(index if dtype == "auto" else {name: entry | {"dtype": dtype} for name, entry in index.items()})
+    return num_weights * DTYPE_BYTES[report["dtype"] or "float32" if dtype == "auto" else dtype]
 
 
 def run_child(command: list[str], what: str = "the export") -> int:

@@ -24,8 +24,8 @@ KEPT = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "confi
 
 def save_all(models: list, layout: Layout, folder: Path) -> list[Path]:
     """Untrained, so that what comes out must be what went in."""
-    return [save_checkpoint(build(model, replace(layout, dtype=dtype), optim=None), model, layout, folder / f"{model.parent.name}-{model.name}", ("model",))
-            for model, dtype in models]
+    engines = ((model, build(model, replace(layout, dtype=dtype), optim=None)) for model, dtype in models)
+    return [save_checkpoint(engine, model, layout, folder / model.parent.name, ("model",)) for model, engine in engines]
 
 
 @pytest.fixture(scope="module")

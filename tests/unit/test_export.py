@@ -146,6 +146,28 @@ def test_the_disk_must_hold_the_weights(monkeypatch, tmp_path, dtype, fits):
     assert [(p.code, p.why) for p in found] == ([] if fits else [(MACHINE_UNFIT, "the weights need 12.0 GiB, and 10.0 GiB are free there")])
 
 
+def test_the_disk_is_asked_for_the_source_model_s_bytes(monkeypatch, tmp_path):
+    """Trained in float32 and published in bfloat16, the output layer tied: 2 GiB are written, not the 4 GiB of the shards."""
+    step = tmp_path / "step_000001"
+    step.mkdir()
+    (step / "source_index.json").write_text(json.dumps({"w": {"shape": [1024, 1024, 1024], "dtype": "bfloat16"}}))
+    found = report(GIB, path=str(step), dtype="float32")
+    monkeypatch.setattr(export, "free_disk_gib", lambda path: 3.0)
+    assert problems(monkeypatch, found, tmp_path / "out") == []
+    assert "need 4.0 GiB" in problems(monkeypatch, found, tmp_path / "out", "float32")[0].why
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"w": 3}', '{"w": {"shape": [2]}}', '{"w": {"shape": [-2], "dtype": "bfloat16"}}',
+                                  '{"w": {"shape": 2, "dtype": "bfloat16"}}', '{"w": {"shape": [2], "dtype": ["x"]}}', "[" * 100_000])
+def test_a_damaged_index_of_the_source_model_is_told(monkeypatch, tmp_path, text):
+    step = tmp_path / "step_000001"
+    step.mkdir()
+    (step / "source_index.json").write_text(text)
+    with pytest.raises(MfsdpError, match="source model's tensors is damaged") as caught:
+        problems(monkeypatch, report(path=str(step)), tmp_path / "out")
+    assert caught.value.exit_code == BAD_INPUT
+
+
 def test_checkpoints_that_cannot_be_exported_are_refused(monkeypatch, tmp_path):
     assert [p.found for p in problems(monkeypatch, report(0), tmp_path)] == ["no tensors"]
     with pytest.raises(MfsdpError, match="it holds no model"):
