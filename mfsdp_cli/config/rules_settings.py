@@ -11,6 +11,7 @@ from mfsdp_cli.config.values import as_text, divisors, kind_of, nearest
 from mfsdp_cli.errors import Problem
 
 MBRIDGE_CONFIG = {"distributed_filesystem": bool, "memory_efficient": bool}
+MOMENT_STEP = 2.0**-7  # distance of numbers in bfloat16, at most, as a share of them
 LEAST_FLOAT32 = 2.0**-126  # below it numbers lose digits, and end at 0
 
 # --- what must be given, and the three flags ------------------------------------------------------------------------
@@ -237,6 +238,18 @@ def epsilon(s, f) -> Iterator[Problem]:
     if s.optim.eps < LEAST_FLOAT32:
         why = "weights without a gradient, as rows of the embedding of tokens that did not come, would be divided 0 by 0"
         yield Problem("optim.eps", as_text(s.optim.eps), why, "optim.eps=1e-8, the default")
+
+
+@rule("narrow-moments", "a moment in bfloat16 has a decay of at most 1 - 1/128", "engine/optimizer.py, LeanAdamW", training=True,
+      fix="optim.betas=[0.9, 0.95], or the moment in float32")
+def narrow_moments(s, f) -> Iterator[Problem]:
+    """Numbers of 8 bits are up to 1/128 apart: a moment that should shrink by less than half of that is rounded back to what it was, and
+    never falls again."""
+    for name, beta in zip(("exp_avg", "exp_avg_sq"), s.optim.betas):
+        key = f"optim.{name}_dtype"
+        if getattr(s.optim, f"{name}_dtype") == "bfloat16" and 1 - beta < MOMENT_STEP:
+            why = f"with a decay of {beta:g} a step changes the moment by {1 - beta:.2g} of itself, and bfloat16 rounds by up to {MOMENT_STEP / 2:.2g}"
+            yield Problem(key, "bfloat16", why, f"{key}=float32, or decays of at most {1 - MOMENT_STEP:.3f} in optim.betas")
 
 
 @rule("warmup-ends", "the warm-up is shorter than the run", "megatron-core 0.19.2 optimizer_param_scheduler.py (its asserts)",

@@ -92,6 +92,10 @@ class OptimSettings(Section):
     betas: list[float] = opt([0.9, 0.95], "Adam's two moment decays", low=0.0, high=1.0)
     eps: float = opt(1e-8, "Adam's epsilon", low=0.0)
     clip_grad: float = opt(1.0, "global gradient norm above which gradients are scaled down; 0: no clipping", low=0.0)
+    main_grads_dtype: str = opt("float32", "gradients, while summed over micro batches and ranks; bfloat16 saves 2 bytes a parameter",
+                                choices=("float32", "bfloat16"))
+    exp_avg_dtype: str = opt("float32", "Adam's first moment; bfloat16 saves 2 bytes a parameter", choices=("float32", "bfloat16"))
+    exp_avg_sq_dtype: str = opt("float32", "Adam's second moment, likewise", choices=("float32", "bfloat16"))
 
 
 class CheckpointSettings(Section):

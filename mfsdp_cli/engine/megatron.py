@@ -18,14 +18,12 @@ import torch.distributed as dist
 from mfsdp_cli.config.schema import EngineSettings, OptimSettings
 from mfsdp_cli.engine import bridge as bridging  # first: it decides how megatron is imported
 from mfsdp_cli.engine import forward
+from mfsdp_cli.engine.optimizer import DTYPES, build_optimizer, grad_norm, scale_gradients
 from mfsdp_cli.types import PackedBatch
 
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -100,7 +98,7 @@ class MegatronEngine:
             # Before the wrapper sees it: then only the shard in the model's dtype exists, no float32 weights, no gradients.
             provider.register_pre_wrap_hook(freeze)
         self.model = provider.provide_distributed_model(
-            ddp_config=fsdp_config(),
+            ddp_config=fsdp_config(DTYPES[optim.main_grads_dtype] if optim else torch.float32),
             use_megatron_fsdp=True,
             bf16=provider.bf16,
             fp16=False,
@@ -180,15 +178,12 @@ class MegatronEngine:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.prepare_grads()
-        norm = float(optimizer.get_grad_norm())
+        norm = grad_norm(optimizer)
         if not math.isfinite(norm):
             optimizer.zero_grad()
             raise NonFiniteGradient(f"global gradient norm is {norm}")
         if self.optim.clip_grad > 0 and norm > self.optim.clip_grad:
-            scale = self.optim.clip_grad / (norm + 1e-6)
-            for param in optimizer.get_parameters():
-                if param.grad is not None:
-                    param.grad.to_local().mul_(scale)
+            scale_gradients(optimizer, self.optim.clip_grad / (norm + 1e-6))
         success = optimizer.step_with_ready_grads()
         assert success, "without a loss scaler a step cannot be skipped"
         self.num_updates += 1
@@ -302,9 +297,9 @@ def hollow_model(hf_folder: str, vocab_rows: int, dtype: torch.dtype):
     return bridge, model
 
 
-def fsdp_config() -> DistributedDataParallelConfig:
-    """ZeRO-3 with float32 main weights, gradients and gradient reduction, all written out: the defaults are
-    `no_shard` and bfloat16 main gradients, and `grad_reduce_in_fp32` is never read by Megatron-FSDP."""
+def fsdp_config(grads: torch.dtype = torch.float32) -> DistributedDataParallelConfig:
+    """ZeRO-3 with float32 main weights, and gradients summed over micro batches and ranks in `grads`, all written out: the defaults
+    are `no_shard` and bfloat16 main gradients, and `grad_reduce_in_fp32` is never read by Megatron-FSDP."""
     return DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         use_distributed_optimizer=True,
@@ -315,47 +310,7 @@ def fsdp_config() -> DistributedDataParallelConfig:
         average_in_collective=False,
         gradient_reduce_div_fusion=False,
         megatron_fsdp_main_params_dtype=torch.float32,
-        megatron_fsdp_main_grads_dtype=torch.float32,
-        megatron_fsdp_grad_comm_dtype=torch.float32,
+        megatron_fsdp_main_grads_dtype=grads,
+        megatron_fsdp_grad_comm_dtype=grads,
+        megatron_fsdp_use_decoupled_grad=grads != torch.float32,
     )
-
-
-def build_optimizer(model: list, optim: OptimSettings, dtype: torch.dtype):
-    """AdamW over Megatron-FSDP's float32 main weights. Clipping and the finite check are ours (`optimizer_step`)."""
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=optim.lr,
-        min_lr=optim.min_lr,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.betas[0],
-        adam_beta2=optim.betas[1],
-        adam_eps=optim.eps,
-        clip_grad=0.0,
-        use_distributed_optimizer=True,
-        bf16=dtype == torch.bfloat16,
-        fp16=False,
-        params_dtype=dtype,
-    )
-    optimizer = get_megatron_optimizer(config, model)
-    for group in optimizer.param_groups:
-        # Megatron leaves this to its parameter scheduler, which is not used here; the factor is 0 for biases and norms.
-        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
-    prepare_adam(optimizer)
-    return optimizer
-
-
-def prepare_adam(optimizer) -> None:
-    """Give every parameter its moments now, and on a GPU choose torch's fused kernel.
-
-    Torch's AdamW makes the state of a parameter at its first gradient, which a parameter whose shard on this rank is
-    empty never gets: ranks would hold different sets of names, and the collectives of a save or load would hang. A
-    template made by Megatron's way, a step with zero gradients, would decay the weights.
-    """
-    adam = optimizer.optimizer
-    fused = isinstance(adam, torch.optim.AdamW) and not bridging.ON_CPU
-    for group in adam.param_groups:
-        if fused:
-            group.update(fused=True, foreach=False)
-        for param in group["params"]:
-            step = torch.zeros((), device=param.device if fused else "cpu")
-            adam.state[param] = {"step": step, "exp_avg": torch.zeros_like(param.data), "exp_avg_sq": torch.zeros_like(param.data)}

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 CERTAIN = 1.3  # predicted above this share of the memory, a run is refused; below, it is warned of
-STATE_BYTES = {"model": 4, "optimizer": 8}  # a parameter, in checkpoint.dtensor: float32 main weights, two float32 moments
 SHARE = "rollout.gpu_memory_utilization"
 CACHE_BESIDE_WEIGHTS = 1.25  # the least that vLLM should have, as a multiple of its weights
 NAMED_PARTS = 3  # of the largest, in a warning
@@ -93,8 +92,14 @@ class Disk(Record):
 def layout_of(settings: SftSettings | GrpoSettings, plan: Plan) -> memory.Layout:
     return memory.Layout(
         dp=plan.dp * plan.cp, tp=plan.tp, ep=plan.ep, etp=plan.etp, expert_dp=plan.expert_dp,
-        split=settings.engine.sequence_multiple, width=WIDTHS[settings.engine.dtype],
+        split=settings.engine.sequence_multiple, width=WIDTHS[settings.engine.dtype], grad=WIDTHS[settings.optim.main_grads_dtype],
+        moments=moment_bytes(settings),
     )
+
+
+def moment_bytes(settings: SftSettings | GrpoSettings) -> int:
+    """Of both moments of one parameter."""
+    return WIDTHS[settings.optim.exp_avg_dtype] + WIDTHS[settings.optim.exp_avg_sq_dtype]
 
 
 def predict_memory(settings: SftSettings | GrpoSettings, plan: Plan, facts: Facts) -> Memory | None:
@@ -135,7 +140,9 @@ def samplers(settings: GrpoSettings, shape: Shape, gpu_bytes: int | None) -> int
 def _assumptions(settings, plan: Plan, facts: Facts, shape: Shape):
     engine = settings.engine
     yield f"micro batches as large as {micro_batch_key(settings)} allows: {plan.micro_batch_tokens} tokens"
-    yield f"{engine.dtype} weights and activations; float32 master weights, gradients and moments"
+    optim = settings.optim
+    yield (f"{engine.dtype} weights and activations; float32 master weights; {optim.main_grads_dtype} gradients; "
+           f"{optim.exp_avg_dtype} and {optim.exp_avg_sq_dtype} moments")
     yield "CUDA context, NCCL and fragmentation are allowances"
     if plan.world_size > 1:
         yield "measured on one GPU; for more ranks only Megatron-FSDP's buffers were compared, on CPU"
@@ -223,7 +230,7 @@ def predict_disk(settings: SftSettings | GrpoSettings, plan: Plan, facts: Facts,
         return None
     rows = padded_vocab(shape.vocab, plan.tp) - shape.vocab
     stored = num_parameters(shape) + rows * shape.hidden * (1 if shape.tied else 2)
-    size = stored * sum(STATE_BYTES.get(part, 0) for part in settings.checkpoint.save_contents)
+    size = stored * sum(_state_bytes(settings).values())
     frequency, keep, every = settings.trainer.save_freq, settings.trainer.max_ckpt_to_keep, settings.trainer.keep_every
     saves = max(1, math.ceil(plan.total_steps / frequency)) if frequency > 0 else 1  # at the end too
     # The oldest goes only when the newest is complete.
@@ -232,13 +239,19 @@ def predict_disk(settings: SftSettings | GrpoSettings, plan: Plan, facts: Facts,
     return Disk(size, at_once, min(there, at_once), int(facts.free_disk_gib * GIB), besides)
 
 
+def _state_bytes(settings: SftSettings | GrpoSettings) -> dict[str, int]:
+    """Of one parameter, by what is saved (checkpoint.dtensor): float32 main weights, two moments."""
+    sizes = {"model": 4, "optimizer": moment_bytes(settings)}
+    return {part: sizes[part] for part in settings.checkpoint.save_contents if part in sizes}
+
+
 def disk_problems(settings: SftSettings | GrpoSettings, plan: Plan, facts: Facts, run_dir: str, there: int) -> list[Problem]:
     """An error when not one more checkpoint fits, a warning when those to keep do not."""
     found = predict_disk(settings, plan, facts, there)
     if found is None or found.needed_bytes <= found.free_bytes:
         return []
     size, free = found.checkpoint_bytes / GIB, found.free_bytes / GIB
-    contents = " + ".join(part for part in settings.checkpoint.save_contents if part in STATE_BYTES)
+    contents = " + ".join(_state_bytes(settings))
     if found.checkpoint_bytes > found.free_bytes:
         why = f"one checkpoint ({contents}) is {size:.1f} GiB, and {free:.1f} GiB are free there"
         return [Problem("trainer.output_dir", run_dir, why, "--output on a disk with more room", code=MACHINE_UNFIT)]

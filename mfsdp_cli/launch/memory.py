@@ -31,6 +31,7 @@ class Layout(Record):
     dp, expert_dp  ranks that share the dense weights, and the experts
     split          ranks that share the sequence between the matrices: tp with sequence parallelism, else 1
     width          bytes of a weight or an activation: 2 in bfloat16, 4 in float32
+    grad, moments  bytes of a gradient while it is summed, and of both moments
     """
 
     dp: int = 1
@@ -40,6 +41,8 @@ class Layout(Record):
     expert_dp: int = 1
     split: int = 1
     width: int = 2
+    grad: int = FP32
+    moments: int = 2 * FP32
 
     @property
     def world_size(self) -> int:
@@ -79,13 +82,14 @@ def master_weights(shape: Shape, layout: Layout) -> int:
 
 
 def gradients(shape: Shape, layout: Layout) -> int:
-    """`main_grad_buffer`, float32: micro batches are summed in it, and Adam reads it without a copy."""
-    return shard(shape, layout) * FP32
+    """`main_grad_buffer`: micro batches are summed in it, and Adam reads it without a copy; in bfloat16 a part of it at a time
+    becomes float32 (engine.optimizer.LeanAdamW), when the activations have gone."""
+    return shard(shape, layout) * layout.grad
 
 
 def moments(shape: Shape, layout: Layout) -> int:
-    """AdamW's exp_avg and exp_avg_sq, float32 (engine.megatron.prepare_adam). The fused step allocates nothing."""
-    return shard(shape, layout) * 2 * FP32
+    """AdamW's exp_avg and exp_avg_sq (engine.optimizer.prepare_adam). The fused step allocates nothing."""
+    return shard(shape, layout) * layout.moments
 
 
 def reference_model(shape: Shape, layout: Layout) -> int:
@@ -118,13 +122,13 @@ def reduced_unit(shape: Shape, layout: Layout) -> int:
 
 
 def waiting_gradients(shape: Shape, layout: Layout, done: int) -> int:
-    """Unsharded float32 gradients (megatron_fsdp_grad_comm_dtype) after the backward pass of `done` layers: up to REDUCE_QUEUE
+    """Unsharded gradients, in megatron_fsdp_grad_comm_dtype, after the backward pass of `done` layers: up to REDUCE_QUEUE
     elements wait for their reduce-scatter, and one more layer (GradReducePipeline.wait_for_previous_grad_reduce). Embedding, final
     norm and output layer are one bucket, which is there from the first of them to the last. With one rank gradients
     are added to `main_grad_buffer` directly."""
     unit = reduced_unit(shape, layout)
     outer = outer_weights(shape, layout.tp) if layout.dp > 1 else 0
-    return (min(done * unit, REDUCE_QUEUE + unit) + outer) * FP32
+    return (min(done * unit, REDUCE_QUEUE + unit) + outer) * layout.grad
 
 
 # --- what a micro batch needs -------------------------------------------------------------------------------------------

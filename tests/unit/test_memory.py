@@ -101,6 +101,9 @@ def test_what_stays_by_hand():
     assert sizes == [214144, 428288, 428288, 856576] and sum(sizes) == 18 * 107072
     assert memory.shard(TINY, TWO) == 53536 and memory.shard(TINY, Layout(tp=2)) == 2 * (18496 + 128) + 16448
     assert memory.weights(TINY, Layout(width=4)) == memory.master_weights(TINY, Layout(width=4))
+    narrow = Layout(dp=2, expert_dp=2, grad=2, moments=4)
+    assert (memory.gradients(TINY, narrow), memory.moments(TINY, narrow)) == (107072, 214144)
+    assert memory.waiting_gradients(TINY, narrow, 1) == memory.waiting_gradients(TINY, TWO, 1) // 2 > 0
     assert memory.shard(TINY_MOE, Layout(dp=4, ep=2, expert_dp=2)) == (2 * 12704 + 32832) // 4 + 2 * 12288 // 2
     assert memory.reference_model(TINY, ONE) == 214144 and memory.reference_model(TINY, TWO) == 107072 + 2 * 32832
 
@@ -319,6 +322,10 @@ def test_a_dry_run_tells_memory_and_disk(mfsdp, tmp_path):  # noqa: F811
         "disk        0.00 GiB a checkpoint, at most 1 at a time: 0.0 GiB more, ",
     ):
         assert text in done.stdout, text
+    narrow = ("optim.main_grads_dtype=bfloat16", "optim.exp_avg_dtype=bfloat16", "optim.exp_avg_sq_dtype=bfloat16")
+    data = json.loads(mfsdp(*args, *narrow, "--json", cwd=tmp_path, PATH=str(smi.parent)).stdout)
+    assert data["memory"]["allocated"]["moments"] == 4 * 107072 // 2 and data["disk"]["checkpoint_bytes"] == 8 * 107072
+    assert "float32 master weights; bfloat16 gradients; bfloat16 and bfloat16 moments" in " ".join(data["memory"]["assumptions"])
     data = json.loads(mfsdp(*args, "--json", cwd=tmp_path, PATH=str(smi.parent)).stdout)
     assert data["memory"]["fits"] is True and data["memory"]["allocated"]["moments"] == 8 * 107072 // 2
     assert data["disk"]["checkpoint_bytes"] == 12 * 107072 and data["plan"]["micro_batch_tokens"] == 1024

@@ -95,6 +95,7 @@ SHARED = {
     "lr-peak": Case({"optim__min_lr": 1.1e-5}, {"optim__min_lr": 1e-5}, settings={"optim__lr": 1e-5}),
     "adam-betas": Case({"optim__betas": [0.9, 1.0]}, {"optim__betas": [0.9, 0.999]}),
     "adam-eps": Case({"optim__eps": 2.0**-127}, {"optim__eps": 2.0**-126}),
+    "narrow-moments": Case({"optim__betas": [0.9, 0.993]}, {"optim__betas": [0.9, 0.9921875]}, settings={"optim__exp_avg_sq_dtype": "bfloat16"}),
     "warmup-ends": Case({"optim__lr_warmup_steps": 10}, {"optim__lr_warmup_steps": 9}, settings={"trainer__total_training_steps": 10}),
     "keep-best-validates": Case({"trainer__test_freq": 40}, {"trainer__test_freq": 50}, settings={"trainer__keep_best": 1}),
     "keep-every-saves": Case({"trainer__keep_every": 250}, {"trainer__keep_every": 200}),
