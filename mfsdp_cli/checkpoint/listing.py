@@ -6,13 +6,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from mfsdp_cli.checkpoint import finding, layouts
-from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, OLD, examine
+from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, OLD, TMP, examine
 from mfsdp_cli.checkpoint.retention import BETTER, ranked
 from mfsdp_cli.checkpoint.words import age_words, columns, size_words
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 from mfsdp_cli.output import printable
 
 COMPLETE, INCOMPLETE, REMAINS = "complete", "incomplete", "remains"
+REMAINS_WHY = {TMP: "a save or a deletion that was interrupted, or is still going on", OLD: "replaced by the folder of the same step"}
 SHOWN_RANKS = ("tp", "pp", "dp", "ep")
 HEADER = ("checkpoint", "state", "size", "age", "contents", "topology")
 
@@ -55,8 +56,8 @@ def _row(folder: Path, step: int, suffix: str) -> dict:
     manifest, problems = examine(folder)
     stands_in = suffix == OLD and not (folder.with_suffix("")).exists()
     state = COMPLETE if not problems and (not suffix or stands_in) else REMAINS if suffix else INCOMPLETE
-    why = "replaced by the step of the same number; the next save deletes it" if suffix == OLD else _why(problems)
-    return _facts(folder, step, state, "" if state == COMPLETE else why) | ({
+    why = REMAINS_WHY[suffix] if state == REMAINS else _why(problems)
+    return _facts(folder, step, state, why) | ({
         "created": manifest.created, "contents": manifest.contents, "topology": manifest.topology, "metrics": manifest.metrics,
         "best_metric": manifest.best_metric} if manifest else {})
 
