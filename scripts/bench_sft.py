@@ -1,133 +1,182 @@
 #!/usr/bin/env python
-"""Training throughput of one GPU (or CPU): our engine, and plain transformers on the same shape in the same run.
+"""Training throughput of one GPU (or CPU): our engine and what a user would pick instead, same shape and tokens, one process each.
 
-    python scripts/bench_sft.py --shape 1.5b --tokens 16384 --seq 1024 --peer
+    python scripts/bench_sft.py --shape 1.5b --tokens 16384 --seq 2048 --peers hf,hf-liger,trl
+    python scripts/bench_sft.py --shape 1.5b --tokens 16384 --data fixed,gsm8k-lengths
+    python scripts/bench_sft.py --shape 1.5b --time-to-first-step
 
-Random weights, packed sequences of equal length, float32 master weights, gradients and Adam moments on both sides.
-Prints one line a contender: tokens/s, model FLOP utilisation (6 x parameters x tokens, against --tflops), peak memory.
+Random weights; float32 master weights, gradients and Adam moments on all sides; full optimizer steps. Columns: tokens/s and share of
+--tflops (6 x parameters x tokens), of the median step; peak memory that torch allocated; milliseconds of the median step and of the
+slowest; loss. --data gsm8k-lengths packs conversations of GSM8K's lengths, another batch every step, packing included in the time.
+Beyond the project's own packages: --peers hf-liger needs liger-kernel (0.8.5: one wheel of pure Python, no dependencies but torch and
+triton), --peers trl needs trl, accelerate, datasets, dill, multiprocess, xxhash and pandas.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
+import json
+import statistics
+import sys
 import time
+from pathlib import Path
 
-from shapes import SHAPES, write_config
+import bench_peers
+from bench_common import choices_of, config_folder, gsm8k_lengths, machine, machine_words, one_rank, print_row, run_child, share_of_peak
+from shapes import SHAPES
+
+PEERS = {"hf": bench_peers.hf, "hf-liger": bench_peers.hf_liger, "trl": bench_peers.trl}
+DATA = ("fixed", "gsm8k-lengths")
 
 
 def main() -> None:
+    args = parser().parse_args()
+    if args.part:
+        return print_row(lambda: measure(args))
+    found = {"machine": machine(), "command": " ".join(["bench_sft.py", *sys.argv[1:]]), "rows": []}
+    if args.time_to_first_step:
+        from bench_first_step import PHASES, first_step
+
+        found["first_step"] = first_step(args)
+        say(args, machine_words(found["machine"]))
+        for name in PHASES:
+            say(args, f"{name:46s}{found['first_step'][name]:8.1f} s")
+    else:
+        parts = [f"mfsdp:{data}" for data in args.data] + [f"{peer}:fixed" for peer in args.peers]
+        say(args, machine_words(found["machine"]) + "\n" + HEADER)
+        for number, part in enumerate(parts):
+            row = {"contender": part} | run_child("bench_sft.py", part, sys.argv[1:], args.timeout, args.log, **one_rank(29440 + number))
+            found["rows"].append(row)
+            say(args, line(row))
+    if args.json:
+        print(json.dumps(found, indent=1))
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro batch")
-    parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--steps", type=int, default=8, help="timed after three to warm up")
+    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--steps", type=int, default=10, help="timed")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before these")
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
-    parser.add_argument("--peer", action="store_true", help="time transformers too: float32 weights, bfloat16 autocast, SDPA, fused AdamW")
-    parser.add_argument("--profile", action="store_true", help="print the operators that take most time")
+    parser.add_argument("--impl", choices=("auto", "local", "transformer_engine"), default="auto", help="engine.transformer_impl")
+    parser.add_argument("--data", type=choices_of(DATA), default=["fixed"], help="of mfsdp: " + ",".join(DATA))
+    parser.add_argument("--peers", type=choices_of(PEERS), default=[], help="any of " + ",".join(PEERS))
+    parser.add_argument("--profile", action="store_true", help="also print the operators of mfsdp's step, by time, to stderr or --log")
+    parser.add_argument("--time-to-first-step", action="store_true", help="instead: what `mfsdp sft` does until its first steps")
     parser.add_argument("--tflops", type=float, default=989.0, help="peak of the device (H100 and H200: 989 bfloat16)")
-    args = parser.parse_args()
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "29431"))
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    contenders = {"mfsdp": ours} | ({"transformers": transformers_peer} if args.peer else {})
-    for name, build in contenders.items():
-        report(name, args, *build(args))
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for each contender")
+    parser.add_argument("--log", type=Path, help="file for the contenders' stderr")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    return parser
 
 
-def ours(args):
+HEADER = f"{'contender':22s}{'tokens/s':>10s}{'% of peak':>11s}{'GiB':>8s}{'ms/step':>10s}{'slowest':>10s}{'loss':>8s}"
+
+
+def line(row: dict) -> str:
+    if "failed" in row:
+        return f"{row['contender']:22s}  failed: {row['failed']}"
+    memory = "     n/a" if row["peak_gib"] is None else f"{row['peak_gib']:8.1f}"
+    predicted = f"  predicted {row['predicted_gib']:.1f} GiB" if row.get("predicted_gib") else ""
+    return (f"{row['contender']:22s}{row['tokens_per_s']:10.0f}{100 * row['share_of_peak']:11.1f}{memory}{row['ms_per_step']:10.1f}"
+            f"{row['slowest_ms']:10.1f}{row['loss']:8.3f}{predicted}")
+
+
+def say(args, text: str) -> None:
+    print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+
+
+# --- in a process of its own ----------------------------------------------------------------------------------------------
+
+
+def measure(args) -> dict:
+    name, _, data = args.part.partition(":")
+    if name == "trl":
+        seconds, loss, device = bench_peers.trl(args)
+        steps = [(args.tokens // args.seq * args.seq, s) for s in seconds]
+    else:
+        step, device = ours(args.shape, args.tokens, args.seq, args.recompute, data, args.impl) if name == "mfsdp" else PEERS[name](args)
+        steps, loss = timed(step, device, args.warmup, args.steps)
+    row = summary(args, steps, device) | {"loss": loss}
+    if name == "mfsdp":
+        row["predicted_gib"] = predicted_gib(args.shape, args.tokens, args.recompute) if device.type == "cuda" else None
+        if args.profile:
+            print_profile(step)
+    return row
+
+
+def ours(shape: str, tokens: int, seq: int, recompute: str = "none", data: str = "fixed", impl: str = "auto"):
+    """(step, device); step() -> (tokens, loss). The process group must not exist, or be that of one rank."""
+    import numpy as np
     import torch
 
     from mfsdp_cli.config.schema import EngineSettings, OptimSettings
     from mfsdp_cli.data.pack import pack
-    from mfsdp_cli.engine.megatron import MegatronEngine, init_distributed
+    from mfsdp_cli.engine.megatron import MegatronEngine, init_distributed, mpu
     from mfsdp_cli.types import Sample
 
-    settings = EngineSettings(recompute=args.recompute, dtype="bfloat16")
-    device = init_distributed(settings, 600)
-    with tempfile.TemporaryDirectory() as folder:
-        engine = MegatronEngine(str(write_config(folder, args.shape)), settings, OptimSettings(), device=device, load_weights=False)
-    generator = torch.Generator().manual_seed(0)
-    samples = []
-    for row in range(args.tokens // args.seq):
-        ids = torch.randint(0, SHAPES[args.shape]["vocab_size"], (args.seq,), generator=generator).numpy()
-        samples.append(Sample(ids, ids >= 0, row))
-    batch = pack(samples)
-    num_targets = sum(s.num_targets for s in samples)
+    settings = EngineSettings(recompute=recompute, dtype="bfloat16", transformer_impl=impl)
+    here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = here if mpu.is_initialized() else init_distributed(settings, 600)
+    with config_folder(shape) as folder:
+        engine = MegatronEngine(folder, settings, OptimSettings(), device=device, load_weights=False)
+    random = np.random.default_rng(0)
+
+    def samples(lengths: list[int]) -> list[Sample]:
+        return [Sample(ids := random.integers(0, SHAPES[shape]["vocab_size"], n), ids >= 0, row) for row, n in enumerate(lengths)]
+
+    fixed = data == "fixed"
+    batches = [samples([seq] * (tokens // seq))] if fixed else [samples(gsm8k_lengths(tokens, seed)) for seed in range(16)]
+    packed, count = pack(batches[0]), 0
 
     def step():
-        loss = engine.forward_backward([batch], lambda log_probs, packed: -(log_probs * packed.target_mask).sum() / num_targets)
+        nonlocal count
+        batch = packed if fixed else pack(batches[count % len(batches)])
+        count += 1
+        num_targets = float(batch.target_mask.sum())
+        loss = engine.forward_backward([batch], lambda log_probs, b: -(log_probs * b.target_mask).sum() / num_targets)
         engine.optimizer_step(1e-5)
-        return loss.item()
+        return batch.num_real_tokens, loss.item()
 
     return step, device
 
 
-def transformers_peer(args):
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with device:
-        model = Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[args.shape]), dtype=torch.float32, attn_implementation="sdpa").train()
-    if args.recompute == "full":
-        model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    ids = torch.randint(0, SHAPES[args.shape]["vocab_size"], (args.tokens // args.seq, args.seq), device=device)
-
-    def step():
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step, device
-
-
-def report(name: str, args, step, device) -> None:
+def timed(step, device, warmup: int, steps: int) -> tuple[list[tuple[int, float]], float]:
+    """([(tokens, seconds)], last loss)"""
     import torch
 
-    def sync():
+    found = []
+    for number in range(warmup + steps):
         if device.type == "cuda":
             torch.cuda.synchronize()
-
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):
-        loss = step()
-    seconds = []
-    for _ in range(args.steps):
-        sync()
         started = time.perf_counter()
-        loss = step()
-        sync()
-        seconds.append(time.perf_counter() - started)
-    median = sorted(seconds)[len(seconds) // 2]
-    tokens = args.tokens // args.seq * args.seq
-    parameters = num_parameters(SHAPES[args.shape])
-    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
-    predicted = f" (predicted {predicted_gib(args, tokens):.1f})" if name == "mfsdp" and device.type == "cuda" else ""
-    print(f"{name:14s} {args.shape:5s} {tokens / median:10.0f} tok/s  {600 * parameters * tokens / median / args.tflops / 1e12:5.1f} % of peak  "
-          f"{memory:6.1f} GiB{predicted}  {median * 1e3:8.1f} ms/step  loss {loss:.3f}", flush=True)
-    if args.profile:
-        print_profile(step)
-    del step
-    if device.type == "cuda":
-        import gc
-
-        gc.collect()
-        torch.cuda.empty_cache()
+        tokens, loss = step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if number >= warmup:
+            found.append((tokens, time.perf_counter() - started))
+    return found, loss
 
 
-def predicted_gib(args, tokens: int) -> float:
-    from mfsdp_cli.launch.memory import Layout, training_peak
+def summary(args, steps: list[tuple[int, float]], device) -> dict:
+    import torch
+
+    rate = statistics.median(tokens / seconds for tokens, seconds in steps)
+    times = [1e3 * seconds for _, seconds in steps]
+    return {"tokens_per_s": rate, "share_of_peak": share_of_peak(args.shape, rate, args.tflops),
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+            "ms_per_step": statistics.median(times), "slowest_ms": max(times), "tokens": [tokens for tokens, _ in steps]}
+
+
+def predicted_gib(shape: str, tokens: int, recompute: str) -> float:
     from mfsdp_cli.config.parameters import model_shape
+    from mfsdp_cli.launch.memory import Layout, training_peak
 
-    shape = model_shape(SHAPES[args.shape] | {"architectures": ["Qwen2ForCausalLM"]})
-    return training_peak(shape, Layout(), tokens, args.recompute).total / 2**30
+    config = SHAPES[shape] | {"architectures": ["Qwen2ForCausalLM"]}
+    return training_peak(model_shape(config), Layout(), tokens, recompute).total / 2**30
 
 
 def print_profile(step) -> None:
@@ -135,14 +184,8 @@ def print_profile(step) -> None:
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
         step()
-    print(prof.key_averages().table(sort_by="cuda_time_total", row_limit=35, max_name_column_width=70))
-
-
-def num_parameters(shape: dict) -> int:
-    """Weights that take part in matrix products: the layers and one vocabulary matrix."""
-    h, kv = shape["hidden_size"], shape["num_key_value_heads"] * shape["hidden_size"] // shape["num_attention_heads"]
-    layer = 2 * h * h + 2 * h * kv + 3 * h * shape["intermediate_size"]
-    return shape["num_hidden_layers"] * layer + shape["vocab_size"] * h
+    for key in ("cuda_time_total", "self_cpu_time_total"):
+        print(prof.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=70), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(*args) -> subprocess.Popen:
-    environ = {k: v for k, v in os.environ.items() if k not in ("NPROC", "TP", "PP", "EP")} | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # packages may have been unpacked there
+    environ = {k: v for k, v in os.environ.items() if k not in ("NPROC", "TP", "PP", "EP")} | {"PYTHONPATH": python_path, "NO_COLOR": "1"}
     command = [sys.executable, "-m", "mfsdp_cli", *map(str, args)]
     return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
