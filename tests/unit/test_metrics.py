@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mfsdp_cli.errors import MfsdpError
+from mfsdp_cli.errors import MACHINE_UNFIT, MfsdpError
 from mfsdp_cli.train.metrics import EtaMeter, MetricsLog, count_words, duration_words, read_metrics, step_line
 
 
@@ -190,3 +190,31 @@ print(events.Tags()["scalars"], [(e.step, e.value) for e in events.Scalars("loss
                           cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['loss'] [(1, 1.0), (2, 12.0)]"
+
+
+def test_a_full_disk_is_told_with_the_step(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(MfsdpError, match="No space left on device: the metrics of step 7 cannot be written") as caught, open_log(tmp_path) as log:
+        log.log({"step": 7, "loss": 1.0})
+    assert caught.value.exit_code == MACHINE_UNFIT
+
+
+def test_half_a_line_is_a_full_disk_too(tmp_path):
+    """A file may grow to 250 bytes: the last line is cut, which is told, and the next attempt cuts it off."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_log(tmp_path) as log:
+        log.log({"step": 1, "loss": 1.0})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (250, before[1]))
+        try:
+            with pytest.raises(MfsdpError, match="No space left|File too large"):
+                for step in range(2, 10):
+                    log.log({"step": step, "loss": 1.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 250
+    with open_log(tmp_path) as log:
+        assert "half-written last line" in log.notes[0]
+        log.log({"step": 4, "loss": 1.0})
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2, 3, 4]
