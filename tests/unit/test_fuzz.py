@@ -254,16 +254,15 @@ def manifest_of(base: Path) -> dict:
 
 @fuzzed(0.1)
 def test_run_folders(draw, base, here):
-    """Manifest, settings, lock, pointer, metrics of an earlier run, and its names; resumed, inspected, exported, started from."""
+    """Manifest, settings, lock, pointer, metrics of an earlier run, and its names; resumed, listed, inspected, compared, exported,
+    started from."""
     run = here / "run"
     shutil.copytree(base / "run", run)
     step = run / "checkpoints" / "step_000002"
     file = run / draw(st.sampled_from(["config.yaml", "lock", "metrics.jsonl", "checkpoints/latest", "origin.json", "attempts/002",
                                        "checkpoints/step_000003/manifest.json"]
-                                      + ["checkpoints/step_000002/" + n for n in ["manifest.json"] * 4 + ["trainer.json",
-                                                                                                          "source_index.json",
-                                                                                                          "dist_ckpt/.metadata",
-                                                                                                          "huggingface/config.json"]]))
+                                      + ["checkpoints/step_000002/" + n for n in ["manifest.json"] * 4 + [
+                                          "trainer.json", "source_index.json", "dist_ckpt/.metadata", "huggingface/config.json"]]))
     if file.name == "manifest.json":
         data = draw(fuzz.json_bytes(manifest_of(base)))
     elif file.name == "config.yaml":
@@ -279,10 +278,12 @@ def test_run_folders(draw, base, here):
         if file.name != "manifest.json":
             fuzz.write(step / "manifest.json", json.dumps(kept).encode())
     place = draw(st.sampled_from([run, run / "checkpoints", step]))
-    use = draw(st.sampled_from(["resume", "resume", "inspect", "export", "model", "path", "diff", "grpo"]))
+    use = draw(st.sampled_from(["resume", "resume", "list", "inspect", "compare", "export", "model", "path", "diff", "grpo"]))
     more = ["--json"] if draw(st.booleans()) else []
     args = {
         "inspect": ["ckpt", "inspect", str(place), "--tensors", "*", *(["--verify"] if draw(st.booleans()) else []), *more],
+        "list": ["ckpt", "list", str(place), *(["--best"] if draw(st.booleans()) else []), *more],
+        "compare": ["ckpt", "diff", str(place), str(base / "run"), *more],
         "export": ["ckpt", "export-hf", str(place), "-o", str(here / "out"), *more],
         "diff": ["config", "diff", str(run), str(base / "run"), *more],
     }.get(use) or dry_run(draw, "grpo" if use == "grpo" else "sft", [*sound(base, "grpo" if use == "grpo" else "sft"), *{
