@@ -6,12 +6,12 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
+
+from mfsdp_cli.children import run_child
 
 MEMORY_EVENTS = "/sys/fs/cgroup/memory.events"
 NVIDIA_SMI_LIMIT_S = 30.0  # the first call after a boot loads the driver
@@ -41,22 +41,6 @@ def nvidia_smi(columns: str, environ: Mapping[str, str], limit_s: float = NVIDIA
     return (ended.stdout, "") if ended.stdout.strip() else ("", "nvidia-smi is there but prints nothing")
 
 
-def run_child(command: list[str], environ: Mapping[str, str], limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a child to its end or its deadline, and end whatever it has started: a process that keeps a pipe open would make us wait for
-    ever. Raises OSError, subprocess.TimeoutExpired."""
-    child = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             text=True, errors="replace", start_new_session=True)
-    try:
-        out, err = child.communicate(timeout=limit_s)
-    finally:
-        with suppress(ProcessLookupError):  # all of them have ended
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-        child.stderr.close()
-    return subprocess.CompletedProcess(command, child.returncode, out, err)
-
-
 def visible_gpus(table: str, visible: str | None) -> list[tuple[str, int, float]]:
     """Rows of nvidia-smi's table (index, uuid, MiB, capability, name) that CUDA would see, in CUDA's order.
 
@@ -82,8 +66,8 @@ def _rows(table: str) -> list[list[str]]:
 
 
 def _number(text: str) -> float:
-    """nvidia-smi writes [N/A] for what a device does not tell."""
-    return float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,12})?", text) else 0.0
+    """0 for what is no number, as nvidia-smi's [N/A] of what a device does not tell."""
+    return float(text) if re.fullmatch(r"[0-9]{1,20}(\.[0-9]{1,12})?", text) else 0.0
 
 
 def _first_line(text: str) -> str:
@@ -93,38 +77,28 @@ def _first_line(text: str) -> str:
 def num_cores() -> int:
     """Cores this process may use: affinity mask and cgroup quota."""
     allowed = len(os.sched_getaffinity(0))
-    quota = read_words("/sys/fs/cgroup/cpu.max")
-    if len(quota) == 2 and quota[0] != "max":
-        allowed = min(allowed, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
-    return allowed
+    quota, period = (_number(word) for word in (*read_words("/sys/fs/cgroup/cpu.max"), "", "")[:2])
+    return min(allowed, max(1, math.ceil(quota / period))) if quota and period else allowed  # "max" is no quota
 
 
 def host_memory_gib() -> float:
     """Physical memory, or the cgroup's limit if lower."""
-    words = read_words("/proc/meminfo")
-    total = int(words[words.index("MemTotal:") + 1]) * 1024 if "MemTotal:" in words else 0
-    limit = read_words("/sys/fs/cgroup/memory.max")
-    if limit and limit[0] != "max":
-        total = min(total, int(limit[0])) if total else int(limit[0])
-    return total / 2**30
+    total, limit = 1024 * _number_after("MemTotal:", "/proc/meminfo"), _first_number("/sys/fs/cgroup/memory.max")
+    return (min(total, limit) if total and limit else total or limit) / 2**30
 
 
 def memory_free_gib() -> float:
     """Memory that can be had without swapping: of the host, or what the cgroup has left if that is less."""
-    words = read_words("/proc/meminfo")
-    free = int(words[words.index("MemAvailable:") + 1]) * 1024 if "MemAvailable:" in words else 0
-    limit, used = read_words("/sys/fs/cgroup/memory.max"), read_words("/sys/fs/cgroup/memory.current")
-    if limit and used and limit[0] != "max":
-        cached = read_words("/sys/fs/cgroup/memory.stat")
-        inactive = int(cached[cached.index("inactive_file") + 1]) if "inactive_file" in cached else 0
-        free = min(free, int(limit[0]) - int(used[0]) + inactive)
+    free = 1024 * _number_after("MemAvailable:", "/proc/meminfo")
+    limit, used = _first_number("/sys/fs/cgroup/memory.max"), _first_number("/sys/fs/cgroup/memory.current")
+    if limit and used:
+        free = min(free, limit - used + _number_after("inactive_file", "/sys/fs/cgroup/memory.stat"))
     return free / 2**30
 
 
 def oom_kills() -> int:
     """How many processes of our cgroup the kernel has killed so far because memory was used up; 0 where that is not told."""
-    words = read_words(MEMORY_EVENTS)
-    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+    return _number_after("oom_kill", MEMORY_EVENTS)
 
 
 def read_words(path: str) -> list[str]:
@@ -133,6 +107,17 @@ def read_words(path: str) -> list[str]:
         return Path(path).read_text().split()
     except OSError:
         return []
+
+
+def _number_after(name: str, path: str) -> int:
+    """The number behind a word in a file of the kernel's; 0 where it tells none."""
+    words = read_words(path)
+    return int(_number(dict(zip(words, words[1:], strict=False)).get(name, "")))
+
+
+def _first_number(path: str) -> int:
+    """Likewise its first word: 0 for "max"."""
+    return int(_number((*read_words(path), "")[0]))
 
 
 def free_disk_gib(path: str | Path) -> float:

@@ -18,11 +18,12 @@ from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 
+from mfsdp_cli.children import run_child
 from mfsdp_cli.errors import Problem
 from mfsdp_cli.launch.facts import PACKAGES
 from mfsdp_cli.launch.host import (
     NVIDIA_SMI_LIMIT_S, free_disk_gib, host_memory_gib, installed_versions, list_gpus, memory_free_gib, nearest_parent, num_cores,
-    nvidia_smi, ray_token, read_words, run_child,
+    nvidia_smi, ray_token, read_words,
 )
 from mfsdp_cli.records import Record
 
@@ -161,8 +162,8 @@ def ask_ray(address: str, environ: Mapping[str, str]) -> Answer:
     if port.isdecimal():
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_LIMIT_S).close()
-        except OSError as error:
-            return Answer(False, str(error.strerror or error))
+        except (OSError, OverflowError, ValueError) as error:  # a port above 65535, a name that no network can have
+            return Answer(False, str(getattr(error, "strerror", None) or error))
     return ask([sys.executable, "-c", RAY_PROGRAM, address], {**environ, **ray_token(environ)}, RAY_LIMIT_S)
 
 
@@ -255,7 +256,7 @@ def _interfaces() -> list[str]:
     up = []
     for name in _names("/sys/class/net"):
         flags = read_words(f"/sys/class/net/{name}/flags")
-        if flags and int(flags[0], 16) & 1:
+        if flags and re.fullmatch("0x[0-9a-f]+", flags[0]) and int(flags[0], 16) & 1:
             up.append(name)
     return up
 

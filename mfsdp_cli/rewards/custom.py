@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from mfsdp_cli.children import run_child
 from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, Problem
 from mfsdp_cli.rewards.base import RewardResult, Scorer, fresh_environment
 
@@ -122,12 +123,14 @@ def check(spec: str, row: tuple[str, str, str, dict] | None = None, timeout_s: f
     except ValueError as error:
         return [problem(spec, str(error), "write reward.function=path/to/file.py:compute_score")]
     try:
+        if path.exists() and not path.is_file():
+            return [problem(spec, f"{path} is no file", "name an existing Python file", code=BAD_INPUT)]  # a device could be read for ever
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        why = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        return [problem(spec, why, "name an existing Python file", code=BAD_INPUT)]
     except SyntaxError as error:
-        return [problem(spec, f"not valid Python: {error.msg}", "correct the file", where=f"{path}:{error.lineno}", code=BAD_INPUT)]
+        return [problem(spec, f"not valid Python: {error.msg}", "correct the file", where=f"{path}:{error.lineno or 1}", code=BAD_INPUT)]
+    except (OSError, ValueError, RecursionError, MemoryError) as error:  # the last two: brackets within brackets without end
+        why = f"{path} cannot be read: {getattr(error, 'strerror', None) or error or type(error).__name__}"
+        return [problem(spec, why, "name an existing Python file", code=BAD_INPUT)]
     return check_source(spec, path, name, tree) or check_call(spec, path, row, timeout_s)
 
 
@@ -177,8 +180,7 @@ def check_call(spec: str, path: Path, row: tuple | None, timeout_s: float) -> li
     """Import it and call it on one row, in a child process with a deadline."""
     request = json.dumps([spec, row or EXAMPLE_ROW], default=str)
     try:
-        done = subprocess.run([sys.executable, "-m", "mfsdp_cli.rewards.custom"], input=request, env=fresh_environment(), timeout=timeout_s,
-                              capture_output=True, text=True, check=False)
+        done = run_child([sys.executable, "-m", "mfsdp_cli.rewards.custom"], fresh_environment(), timeout_s, request)
     except subprocess.TimeoutExpired:
         return [problem(spec, f"importing it and scoring one row took more than {timeout_s:g} s",
                         "load heavy things once, at the top of the file, and bound what one call may take", where=str(path))]

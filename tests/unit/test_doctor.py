@@ -338,3 +338,24 @@ def test_the_command_is_quick():
     assert done.returncode == 0, done.stdout
     assert after.children_user + after.children_system - before.children_user - before.children_system < 1.5
     assert readings.IMPORT_LIMIT_S + readings.RAY_LIMIT_S < 300, "and never hangs"
+
+
+# ---------------------------------------------------------------- found by fuzzing
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1:" + "9" * 30, "é" * 300 + ":1", "x..y:1", "\udcff:1", ":1"])
+def test_an_address_that_no_network_has_is_no_answer(address):
+    answer = ask_ray(address, {"PATH": ""})
+    assert not answer.ok and answer.text
+
+
+def test_a_kernel_that_tells_less(monkeypatch):
+    """gVisor and lxcfs cut these files short."""
+    from mfsdp_cli.launch import host
+
+    told = {"/proc/meminfo": ["MemTotal:"], "/sys/fs/cgroup/cpu.max": ["max"], "/sys/fs/cgroup/memory.max": ["?"]}
+    monkeypatch.setattr(host, "read_words", lambda path: told.get(path, []))
+    assert (host.host_memory_gib(), host.memory_free_gib(), host.oom_kills()) == (0.0, 0.0, 0) and host.num_cores() >= 1
+    told |= {"/proc/meminfo": ["MemTotal:", str(8 * 2**20), "kB", "MemAvailable:", str(6 * 2**20), "kB"],
+             "/sys/fs/cgroup/memory.max": [str(4 * 2**30)], "/sys/fs/cgroup/memory.current": [str(3 * 2**30)],
+             "/sys/fs/cgroup/memory.stat": ["anon", "5", "inactive_file", str(2**29)], "/sys/fs/cgroup/cpu.max": ["50000", "100000"]}
+    assert (host.host_memory_gib(), host.memory_free_gib(), host.num_cores()) == (4.0, 1.5, 1)

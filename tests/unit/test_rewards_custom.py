@@ -109,3 +109,25 @@ def test_return_values():
     assert as_result(RewardResult(0.0, "x", "unparseable")) == RewardResult(0.0, "x", "unparseable")
     for value in ("1.0", None, [1], float("inf"), {"score": None}, {}, RewardResult(float("nan"), None, "right")):
         assert (as_result(value).status, as_result(value).score) == ("error", 0)
+
+
+@pytest.mark.parametrize("text, why", [
+    (b"def score(**k): return 1\0", "null bytes"), (b"x = " + b"(" * 1000, "nested parentheses"), (b"\xff", "cannot be read"), (b"", "no function"),
+])
+def test_a_file_that_is_no_program(tmp_path, text, why):
+    file = tmp_path / "score.py"
+    file.write_bytes(text)
+    problem, = check(f"{file}:score")
+    assert why in problem.why and "None" not in problem.where
+
+
+def test_what_is_no_file_is_not_read():
+    """A device would be read for ever, and no path holds a NUL."""
+    assert ["is no file" in check(f"{path}:score")[0].why for path in ("/dev/zero", "/dev/null", "/")] == [True] * 3
+    assert "cannot be read" in check("a\0b.py:score")[0].why
+
+
+def test_a_function_may_print_what_is_no_text(tmp_path):
+    file = tmp_path / "score.py"
+    file.write_text("import os\ndef score(**k):\n    os.write(1, b'\\xff\\n')\n    os.write(2, b'\\xfe')\n    return 1\n")
+    assert check(f"{file}:score") == []
