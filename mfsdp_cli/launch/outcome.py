@@ -10,8 +10,9 @@ from pathlib import Path
 
 from mfsdp_cli.checkpoint.finding import latest_complete
 from mfsdp_cli.checkpoint.manifest import CHECKPOINTS
-from mfsdp_cli.errors import OK, RUN_FAILED, SIGNAL_BASE, STOPPED, Problem
+from mfsdp_cli.errors import BAD_INPUT, CONFIG_INVALID, MACHINE_UNFIT, MISMATCH, OK, RUN_FAILED, SIGNAL_BASE, STOPPED, Problem
 from mfsdp_cli.launch.folder import Attempt
+from mfsdp_cli.output import print_stderr
 from mfsdp_cli.records import Record
 
 TAIL_LINES = 15
@@ -147,7 +148,9 @@ def _died(attempt: Attempt, common: dict, rank: int | None, code: int, num_oom_k
     if code < 0:
         exit_code, status, message = SIGNAL_BASE - code, "killed", f"{who} was killed by {signal_words(-code, num_oom_kills)}"
     else:
-        exit_code, status, message = RUN_FAILED, "failed", f"{who} ended with exit code {code} and left no failure file"
+        ours = rank is not None and code in (CONFIG_INVALID, MACHINE_UNFIT, BAD_INPUT, MISMATCH)  # on a full disk there is no file
+        exit_code = code if ours else RUN_FAILED
+        status, message = "failed", f"{who} ended with exit code {code} and left no failure file"
     _write_failure(attempt, {"rank": rank, "type": status, "message": message, "exit_code": exit_code, "problems": []})
     return Outcome(exit_code, status, message=message, log=log, log_tail=tail, **common)
 
@@ -179,7 +182,10 @@ def _failures(folder: Path) -> list[dict]:
 
 
 def _write_failure(attempt: Attempt, failure: dict) -> None:
-    (attempt.path / "failure.json").write_text(json.dumps(failure, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    try:
+        (attempt.path / "failure.json").write_text(json.dumps(failure, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:  # on a full disk: what it would say is printed in any case
+        print_stderr(f"warning: {error}")
 
 
 def _read_json(path: Path) -> dict | None:

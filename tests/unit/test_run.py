@@ -187,6 +187,14 @@ sys.exit(1)""")
     assert (code, out) == (1, "") and "without a result" in err and "nothing done" in err
 
 
+def test_on_a_full_disk_the_exit_code_of_a_rank_says_so(tmp_path):
+    code, _, err = finish(tmp_path, f"""
+(attempt / "failure.json").symlink_to("/dev/full")
+print({TABLE.replace("-9", "4")!r}, flush=True)
+sys.exit(1)""")
+    assert code == 4 and "rank 2 ended with exit code 4" in err and "No space left" in err
+
+
 def test_a_crash_after_the_result_is_said_and_no_failure(tmp_path):
     code, out, err = finish(tmp_path, 'result(status="done", step=1, total_steps=1, checkpoint=save(1), metrics={})\nsys.exit(9)')
     assert code == 0 and out.endswith("step_000001\n") and "exit code 9 after" in err
