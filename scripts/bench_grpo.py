@@ -104,7 +104,8 @@ def of_mfsdp(args, row: dict, found: dict) -> list[str]:
         f"mfsdp: {row['steps_per_hour']:.0f} steps/h; a step of {row['wall_s']:.2f} s = {step} s; "
         f"{100 * row['idle_share']:.1f} % is neither sampling, update nor weights",
         f"  rollout {row['rollout_tokens_per_s']:.0f} tokens/s; training {rate(args, row['train_tokens_per_s'])}; "
-        f"weights {row['weights_gb']:.2f} GB, {row['sync_s'] / row['weights_gb']:.3f} s/GB; mismatch {row['mismatch']:.1e}; peak {row['memory_gib']:.1f} GiB",
+        f"weights {row['weights_gb']:.2f} GB, {row['sync_s'] / row['weights_gb']:.3f} s/GB; "
+        f"mismatch {row['mismatch']:.1e}; peak {row['memory_gib']:.1f} GiB",
         "  update_s of every step: " + " ".join(f"{s:.2f}" for s in row["each_update_s"]) + again,
     ]
 

@@ -174,7 +174,8 @@ def trl(args) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder, per_device_train_batch_size=args.trl_micro,
-            gradient_accumulation_steps=args.prompts * args.n // args.trl_micro, num_generations=args.n, max_completion_length=args.response, use_vllm=args.sampler == "vllm", vllm_mode="colocate",
+            gradient_accumulation_steps=args.prompts * args.n // args.trl_micro, num_generations=args.n,
+            max_completion_length=args.response, use_vllm=args.sampler == "vllm", vllm_mode="colocate",
             vllm_gpu_memory_utilization=args.gpu_share, vllm_max_model_length=PROMPT + args.response, beta=0.0, learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant", bf16=True, use_cpu=not torch.cuda.is_available(), gradient_checkpointing=False,
             max_steps=args.warmup + args.steps, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, seed=0,

@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10, help="timed")
     parser.add_argument("--warmup", type=int, default=4, help="steps before these")
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
+    parser.add_argument("--lean", action="store_true", help="mfsdp with bfloat16 gradients and moments (float32 main weights stay)")
     parser.add_argument("--impl", choices=("auto", "local", "transformer_engine"), default="auto", help="engine.transformer_impl")
     parser.add_argument("--data", type=choices_of(DATA), default=["fixed"], help="of mfsdp: " + ",".join(DATA))
     parser.add_argument("--peers", type=choices_of(PEERS), default=[], help="any of " + ",".join(PEERS))
@@ -98,17 +99,21 @@ def measure(args) -> dict:
         seconds, loss, device = bench_peers.trl(args)
         steps = [(args.tokens // args.seq * args.seq, s) for s in seconds]
     else:
-        step, device = ours(args.shape, args.tokens, args.seq, args.recompute, data, args.impl) if name == "mfsdp" else PEERS[name](args)
+        mfsdp = name == "mfsdp"
+        step, device = ours(args.shape, args.tokens, args.seq, args.recompute, data, args.impl, args.lean) if mfsdp else PEERS[name](args)
         steps, loss = timed(step, device, args.warmup, args.steps)
     row = summary(args, steps, device) | {"loss": loss}
     if name == "mfsdp":
-        row["predicted_gib"] = predicted_gib(args.shape, args.tokens, args.recompute) if device.type == "cuda" else None
+        row["predicted_gib"] = predicted_gib(args.shape, args.tokens, args.recompute, args.lean) if device.type == "cuda" else None
         if args.profile:
             print_profile(step)
     return row
 
 
-def ours(shape: str, tokens: int, seq: int, recompute: str = "none", data: str = "fixed", impl: str = "auto"):
+LEAN = {"main_grads_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+
+
+def ours(shape: str, tokens: int, seq: int, recompute: str = "none", data: str = "fixed", impl: str = "auto", lean: bool = False):
     """(step, device); step() -> (tokens, loss). The process group must not exist, or be that of one rank."""
     import numpy as np
     import torch
@@ -122,7 +127,7 @@ def ours(shape: str, tokens: int, seq: int, recompute: str = "none", data: str =
     here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     device = here if mpu.is_initialized() else init_distributed(settings, 600)
     with config_folder(shape) as folder:
-        engine = MegatronEngine(folder, settings, OptimSettings(), device=device, load_weights=False)
+        engine = MegatronEngine(folder, settings, OptimSettings(**(LEAN if lean else {})), device=device, load_weights=False)
     random = np.random.default_rng(0)
 
     def samples(lengths: list[int]) -> list[Sample]:
@@ -171,12 +176,13 @@ def summary(args, steps: list[tuple[int, float]], device) -> dict:
             "ms_per_step": statistics.median(times), "slowest_ms": max(times), "tokens": [tokens for tokens, _ in steps]}
 
 
-def predicted_gib(shape: str, tokens: int, recompute: str) -> float:
+def predicted_gib(shape: str, tokens: int, recompute: str, lean: bool = False) -> float:
     from mfsdp_cli.config.parameters import model_shape
     from mfsdp_cli.launch.memory import Layout, training_peak
 
     config = SHAPES[shape] | {"architectures": ["Qwen2ForCausalLM"]}
-    return training_peak(model_shape(config), Layout(), tokens, recompute).total / 2**30
+    layout = Layout(grad=2, moments=4) if lean else Layout()
+    return training_peak(model_shape(config), layout, tokens, recompute).total / 2**30
 
 
 def print_profile(step) -> None:

@@ -36,7 +36,7 @@ sft() {
 }
 packed() { part packed 70 "${bench[@]}" --shape "$shape" --data fixed,gsm8k-lengths --timeout 60; }
 first-step() { part first-step 75 "${bench[@]}" --shape "$shape" --time-to-first-step; }
-7b() { part 7b 120 "${bench[@]}" --shape "${BIG_SHAPE:-7b}" --recompute full --steps 4 --warmup 2 --timeout 100; }
+7b() { part 7b 120 "${bench[@]}" --shape "${BIG_SHAPE:-7b}" --lean --recompute full --steps 4 --warmup 2 --timeout 100; }
 te() {
   if has transformer_engine; then part te 150 "${bench[@]}" --shape "$shape" --impl local && part te 75 "${bench[@]}" --shape "$shape" --impl transformer_engine
   else results[te]=" TransformerEngine is not installed"; fi

@@ -45,15 +45,15 @@ def started(tmp_path_factory):
     return checkpoint, folder / "rl"
 
 
-def grpo(started, run_dir, *more) -> list[dict]:
+def grpo(started, run_dir, *more, num_steps: int = STEPS) -> list[dict]:
     """Records of the run."""
     checkpoint, prompts = started
     batch = ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=4"] if ON_CPU else [
         "rollout.n=16", "actor.ppo_max_token_len_per_gpu=32768", "data.val_max_samples=200"]
     train, unseen = prompts / "train.parquet", prompts / "test.parquet"
     files = ["--model", checkpoint, "--train-files", train, "--val-files", unseen, "--output", run_dir]
-    call("grpo", "--preset", "grpo-tiny-cpu", *files, *batch, f"trainer.total_training_steps={STEPS}", "trainer.save_freq=-1",
-         f"trainer.test_freq={STEPS}", "trainer.logger=[console]", "optim.lr=5e-4", "optim.lr_warmup_steps_ratio=0.1",
+    call("grpo", "--preset", "grpo-tiny-cpu", *files, *batch, f"trainer.total_training_steps={num_steps}", "trainer.save_freq=-1",
+         "trainer.test_freq=-1", "trainer.logger=[console]", "optim.lr=5e-4", "optim.lr_warmup_steps_ratio=0.1",
          "rollout.val_temperature=1.0", f"rollout.val_n={2 if ON_CPU else 8}", "-q", *SAMPLER, *more)
     return list(read_metrics(run_dir))
 
@@ -99,8 +99,7 @@ def test_samplers_on_gpus_of_their_own_get_the_weights_by_nccl(started, tmp_path
     need_gpus(2)
     if ON_CPU:
         pytest.skip("NCCL needs GPUs")
-    records = grpo(started, tmp_path / "run", "--nproc", 1, "rollout.colocate=False", "rollout.weight_transfer=nccl",
-                   "trainer.total_training_steps=4", "trainer.test_freq=-1")
+    records = grpo(started, tmp_path / "run", "--nproc", 1, "rollout.colocate=False", "rollout.weight_transfer=nccl", num_steps=4)
     assert [r["weight_version"] for r in steps(records)] == [1, 2, 3, 4] and max(mismatches(records)) < MISMATCH
 
 
@@ -109,5 +108,5 @@ def test_colocated_on_two_gpus(started, tmp_path, layout):
     need_gpus(2)
     if ON_CPU:
         pytest.skip("one process of tests/cpu/test_grpo_run.py does this")
-    records = grpo(started, tmp_path / "run", "--nproc", 2, *layout, "trainer.total_training_steps=4", "trainer.test_freq=-1")
+    records = grpo(started, tmp_path / "run", "--nproc", 2, *layout, num_steps=4)
     assert [r["weight_version"] for r in steps(records)] == [1, 2, 3, 4] and max(mismatches(records)) < MISMATCH
