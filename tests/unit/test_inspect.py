@@ -159,6 +159,38 @@ def test_verl_current_layout(written, tmp_path):
     assert "last, so this save was interrupted" in report["problems"][0]["why"]
 
 
+@pytest.mark.parametrize("key, value", [("global_step", "40"), ("world_size", [8]), ("arch", {"a": 1}), ("save_contents", "model"),
+                                        ("save_contents", [1]), ("contents", {"model": "model"}), ("contents", None)])
+def test_verl_contents_of_other_types_are_an_error(written, tmp_path, key, value):
+    actor = tmp_path / "actor"
+    shutil.copytree(written, actor / "model" / "dist_ckpt")
+    good = {"arch": "A", "global_step": 40, "world_size": 8, "save_contents": ["model"], "contents": {"model": {"path": "model/dist_ckpt"}}}
+    for contents, code in ((good, OK), (good | {key: value}, BAD_INPUT)):
+        (actor / "ckpt_contents.json").write_text(json.dumps(contents))
+        report = inspect(actor)
+        assert report["exit_code"] == code and render(report)
+
+
+def test_tensors_are_chosen_by_a_part_of_the_name_or_a_pattern(written):
+    def chosen(pattern):
+        report = inspect(written, tensors=pattern)
+        return len(report["tensors"]), [p["level"] for p in report["problems"]]
+
+    assert [chosen(p) for p in ("", "*", "exp_avg", "*.exp_avg", "word_embeddings", "exp*")] == [
+        (11, []), (11, []), (6, []), (3, []), (3, []), (0, ["warning"])]
+    report = inspect(written, tensors="exp*")
+    assert report["exit_code"] == OK and report["num_tensors"] == 11, "the sums are of all"
+
+
+def test_the_validation_at_the_save_is_told_and_no_text_moves_the_cursor(written, tmp_path):
+    folder = mfsdp_step(tmp_path, written, 1)
+    record = json.loads((folder / "manifest.json").read_text())
+    more = {"metrics": {"val_reward": 0.51239, "val_pass_rate": None}, "architecture": "\x1b[2JA"}
+    (folder / "manifest.json").write_text(json.dumps(record | more))
+    text = render(inspect(folder))
+    assert "  validation   val_reward 0.5124, val_pass_rate not finite" in text.splitlines() and "\x1b" not in text and "\ufffd[2JA" in text
+
+
 def test_verl_old_layout_and_the_choice_among_steps_and_roles(written, tmp_path):
     for step in (10, 20):
         for role in ("actor", "critic"):
