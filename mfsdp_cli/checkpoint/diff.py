@@ -103,8 +103,9 @@ def verdict(data: dict) -> str:
     if data["equal"]:
         told = " (values were not compared: --values does)" if values is None else f"; all values of {len(values)} tensors"
         return f"equal: names, shapes and dtypes{told}"
+    changed = sum(row["num_equal"] < row["num_elements"] for row in values or [])
     counts = {"in one only": len(data["only_a"]) + len(data["only_b"]), "of another shape": len(data["shapes"]),
-              "of another dtype": len(data["dtypes"]), "of other values": sum(row["num_equal"] < row["num_elements"] for row in values or [])}
+              "of another dtype": len(data["dtypes"]), "of other values": changed}
     return "different: " + ", ".join(f"{number} {what}" for what, number in counts.items() if number)
 
 

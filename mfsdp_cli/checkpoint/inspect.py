@@ -44,7 +44,8 @@ def inspect(path: str | Path, *, tensors: str | None = None, verify: bool = Fals
     listed = None if tensors is None else [entry for entry in stored if matches(entry.name, tensors)]
     if listed == [] and stored:
         why = f"none of the {len(stored)} names matches"
-        problems.append(Problem("--tensors", tensors, why, "a part of a name, or a pattern as '*.exp_avg'", "command line", BAD_INPUT, "warning"))
+        fix = "a part of a name, or a pattern as '*.exp_avg'"
+        problems.append(Problem("--tensors", tensors, why, fix, "command line", BAD_INPUT, "warning"))
     problems = _one_per_place(problems)
     errors = [p for p in problems if p.level == "error"]
     return report | {

@@ -67,8 +67,8 @@ def _facts(folder: Path, step: int | None, state: str, why: str) -> dict:
     files = [p.stat() for p in folder.rglob("*") if p.is_file()]
     changed = max([file.st_mtime for file in files] or [folder.stat().st_mtime])
     created = datetime.fromtimestamp(changed, timezone.utc).isoformat(timespec="seconds")
-    return {"name": folder.name, "path": str(folder), "step": step, "state": state, "why": why, "bytes": sum(file.st_size for file in files),
-            "created": created, "contents": [], "topology": {}, "metrics": {}, "best_metric": ""}
+    return {"name": folder.name, "path": str(folder), "step": step, "state": state, "why": why,
+            "bytes": sum(file.st_size for file in files), "created": created, "contents": [], "topology": {}, "metrics": {}, "best_metric": ""}
 
 
 def _why(problems: list[Problem]) -> str:
