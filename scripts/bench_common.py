@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -71,20 +72,24 @@ def one_rank(port: int) -> dict[str, str]:
 
 def run_child(script: str, part: str, arguments: list[str], timeout_s: float, log: Path | None = None, **environ: str) -> dict:
     """The row that `SCRIPT --part PART ARGUMENTS` prints (see `print_row`), or {"failed": reason}. Its own process: nothing that it
-    leaves on the GPU, and none of its patches, reach another part. stderr goes to `log`, if given."""
+    leaves on the GPU, and none of its patches, reach another part. Once the row is there the process and all that it started are
+    killed. stderr goes to `log`, if given."""
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, str(ROOT / "scripts" / script), "--part", part, *arguments]
     with open(log or os.devnull, "a") as sink:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink if log else None, text=True,
                                  env=os.environ | {"PYTHONPATH": python_path} | environ)
-        try:
-            out, _ = child.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            kill_tree(child.pid)
-            child.communicate()
-            return {"failed": f"took more than {timeout_s:g} s"}
-    rows = [line for line in out.splitlines() if line.startswith('{"')]
-    return json.loads(rows[-1]) if rows else {"failed": f"ended with {child.returncode} and without a word"}
+        late = threading.Event()
+        limit = threading.Timer(timeout_s, lambda: (late.set(), kill_tree(child.pid)))
+        limit.start()
+        row = next((line for line in child.stdout if line.startswith('{"')), None)
+        limit.cancel()
+        if row is None:
+            code = child.wait()
+            return {"failed": f"took more than {timeout_s:g} s" if late.is_set() else f"ended with {code} and without a word"}
+        kill_tree(child.pid)
+        child.wait()
+    return json.loads(row)
 
 
 def print_row(part: Callable[[], dict]) -> None:

@@ -3,7 +3,7 @@
 #   scripts/gpu_session.sh OUT [PART ...]      OUT gets PART.log; parts: tests sft packed first-step 7b te checkpoint grpo update (default: all)
 #   PYTHONPATH=SITE scripts/gpu_session.sh OUT tests       where packages were unpacked into SITE because there is no network
 # PYTHON chooses the interpreter (python3). A table of what each part printed comes last; exit code 1 when a part failed.
-# Seconds at most: tests 480, sft 200, packed 70, first-step 75, 7b 120, te 150, checkpoint 150, grpo 330, update 100.
+# Seconds at most (times SLOWER): tests 480, sft 200, packed 70, first-step 75, 7b 120, te 150, checkpoint 150, grpo 330, update 100.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=$(mkdir -p "${1:?folder for the logs}" && cd "$1" && pwd)
@@ -12,6 +12,7 @@ python=${PYTHON:-python3}
 site=${PYTHONPATH:-}
 export PYTHONPATH=$root${site:+:$site} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 export HF_HUB_OFFLINE=1 VLLM_HOST_IP=127.0.0.1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0
+slower=${SLOWER:-1}
 shape=${SHAPE:-1.5b} rl_shape=${RL_SHAPE:-0.5b} tokens=${TOKENS:-16384} seq=${SEQ:-2048}  # smaller ones to try the script itself
 bench=("$python" "$root/scripts/bench_sft.py" --tokens "$tokens" --seq "$seq")
 cd "$root" || exit 1
@@ -19,7 +20,7 @@ cd "$root" || exit 1
 declare -A results
 # part NAME SECONDS COMMAND...: adds to OUT/NAME.log
 part() {
-  local name=$1 limit=$2 started=$SECONDS code=0
+  local name=$1 limit=$(($2 * slower)) started=$SECONDS code=0
   shift 2
   timeout -k 10 "$limit" "$@" >>"$out/$name.log" 2>&1 || code=$?
   results[$name]="${results[$name]:-} exit $code after $((SECONDS - started)) s;"
@@ -32,11 +33,11 @@ sft() {
   local peers=hf
   has liger_kernel && peers+=,hf-liger
   has trl && peers+=,trl
-  part sft 200 "${bench[@]}" --shape "$shape" --peers "$peers" --profile --timeout 90
+  part sft 200 "${bench[@]}" --shape "$shape" --peers "$peers" --profile --timeout $((90 * slower))
 }
-packed() { part packed 70 "${bench[@]}" --shape "$shape" --data fixed,gsm8k-lengths --timeout 60; }
+packed() { part packed 70 "${bench[@]}" --shape "$shape" --data fixed,gsm8k-lengths --timeout $((60 * slower)); }
 first-step() { part first-step 75 "${bench[@]}" --shape "$shape" --time-to-first-step; }
-7b() { part 7b 120 "${bench[@]}" --shape "${BIG_SHAPE:-7b}" --lean --recompute full --steps 4 --warmup 2 --timeout 100; }
+7b() { part 7b 120 "${bench[@]}" --shape "${BIG_SHAPE:-7b}" --lean --recompute full --steps 4 --warmup 2 --timeout $((100 * slower)); }
 te() {
   if has transformer_engine; then part te 150 "${bench[@]}" --shape "$shape" --impl local && part te 75 "${bench[@]}" --shape "$shape" --impl transformer_engine
   else results[te]=" TransformerEngine is not installed"; fi
@@ -49,10 +50,10 @@ grpo() {
   has vllm && parts=mfsdp,vllm sampler=vllm
   parts+=,sft
   has trl && has vllm && parts+=,trl
-  part grpo 330 "$python" "$root/scripts/bench_grpo.py" --shape "$rl_shape" --sampler "$sampler" --parts "$parts" --timeout 150 ${RL_ARGUMENTS:-}
+  part grpo 330 "$python" "$root/scripts/bench_grpo.py" --shape "$rl_shape" --sampler "$sampler" --parts "$parts" --timeout $((150 * slower)) ${RL_ARGUMENTS:-}
 }
 update() {
-  part update 100 "$python" "$root/scripts/bench_grpo.py" --shape "$rl_shape" --parts update --profile --log "$out/update.log" --timeout 90 ${RL_ARGUMENTS:-}
+  part update 100 "$python" "$root/scripts/bench_grpo.py" --shape "$rl_shape" --parts update --profile --log "$out/update.log" --timeout $((90 * slower)) ${RL_ARGUMENTS:-}
 }
 
 (($#)) || set -- tests sft packed first-step 7b te checkpoint grpo update

@@ -74,8 +74,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
-        if error is not None:
-            self.kill()
+    def __exit__(self, *_) -> None:
+        self.kill()  # nothing is to be kept, and a process group that nobody dismantles can make an exit long
         for pool in self.pools:
             pool.shutdown(cancel_futures=True)
