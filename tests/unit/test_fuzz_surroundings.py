@@ -176,7 +176,8 @@ def test_check_data(draw, base, here):
                                  ["data.max_length=12" if kind == "sft" else "data.max_prompt_length=12"],
                                  ["data.max_token_len_per_gpu=2"] if kind == "sft" else ["data.filter_overlong_prompts=False"]]))
     use = draw(st.sampled_from(["train", "train", "val"]))
-    args = dry_run(draw, kind, [*sound(base, kind), f"data.{use}_files=[{file}]", *most, "--check-data"])
+    small = ["data.train_batch_size=1", *(["actor.ppo_mini_batch_size=1"] if kind == "grpo" else [])]
+    args = dry_run(draw, kind, [*sound(base, kind), *small, f"data.{use}_files=[{file}]", *most, "--check-data"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check_data, "run_child", in_this_process)
         outcome = fuzz.call(args)
