@@ -33,8 +33,8 @@ def first_step(args) -> dict[str, float]:
                        stdout=subprocess.DEVNULL)
         command = [
             *mfsdp, "sft", "--model", folder / "model", "--train-files", folder / "train.parquet", "--output", folder / "run",
-            "--nproc", "1", f"data.max_token_len_per_gpu={args.tokens}", "data.train_batch_size=200", "trainer.total_training_steps=100",
-            "trainer.save_freq=-1",
+            "--nproc", "1", f"data.max_token_len_per_gpu={args.tokens}", f"data.train_batch_size={args.tokens // 40}",
+            "trainer.total_training_steps=100", "trainer.save_freq=-1",
         ]
         started, told, seen = time.perf_counter(), [], {}
         process = subprocess.Popen([str(part) for part in command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

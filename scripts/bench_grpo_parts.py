@@ -208,14 +208,14 @@ def updates(args) -> dict:
     rank.start("env://")
     random, vocab_size = np.random.default_rng(0), SHAPES[args.shape]["vocab_size"]
 
-    def response() -> Experience:
+    def response(row: int) -> Experience:
         length = int(random.integers(max(2, args.response // 4), args.response + 1))
         ids = random.integers(0, vocab_size, 32 + length)
         rollout = np.full(length, -np.log(vocab_size), dtype=np.float32)
-        return Experience(Sample(ids, np.arange(len(ids)) >= 32, 0), np.ones(length, bool), rollout, float(random.normal()))
+        return Experience(Sample(ids, np.arange(len(ids)) >= 32, row), np.ones(length, bool), rollout, float(random.normal()))
 
     def one_update() -> tuple[float, int]:
-        batch = [response() for _ in range(args.prompts * args.n)]
+        batch = [response(row) for row in range(args.prompts * args.n)]
         started = time.perf_counter()
         rank.update(batch, list(range(len(batch))), LEARNING_RATE)
         if torch.cuda.is_available():
