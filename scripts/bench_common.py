@@ -63,11 +63,19 @@ def choices_of(allowed):
 # --- processes ------------------------------------------------------------------------------------------------------------
 
 
+def alone() -> dict[str, str]:
+    """Variables of a process with one GPU that is no rank of anything: accelerate would wrap the peers' models in DDP for one rank, and
+    transformers' trainer in DataParallel for several GPUs."""
+    found = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if not gpu_names():
+        return found | {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return found | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
+
 def one_rank(port: int) -> dict[str, str]:
-    """Variables of a process that is a group of one rank, as torchrun and `launch.command` would set them."""
-    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    found |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    return found if gpu_names() else found | {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    """Those of a process that is a group of one rank, as torchrun and `launch.command` would set them."""
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return alone() | place | {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
 def run_child(script: str, part: str, arguments: list[str], timeout_s: float, log: Path | None = None, **environ: str) -> dict:

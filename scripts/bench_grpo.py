@@ -28,7 +28,7 @@ import tempfile
 from pathlib import Path
 
 import bench_grpo_parts as parts
-from bench_common import choices_of, machine, machine_words, one_rank, print_row, run_child, share_of_peak
+from bench_common import alone, choices_of, machine, machine_words, one_rank, print_row, run_child, share_of_peak
 from shapes import SHAPES
 
 PARTS = ("mfsdp", "vllm", "sft", "trl", "update")
@@ -80,7 +80,9 @@ def parser() -> argparse.ArgumentParser:
 
 def child(args, part: str, number: int) -> dict:
     given = ["--folder", str(args.folder), *sys.argv[1:]]
-    environ = one_rank(29460 + number) | VLLM_ENVIRONMENT | ({"TORCH_LOGS": "recompiles"} if args.profile and part == "update" else {})
+    environ = (one_rank(29460 + number) if part in ("sft", "update") else alone()) | VLLM_ENVIRONMENT
+    if args.profile and part == "update":
+        environ["TORCH_LOGS"] = "recompiles"
     return run_child("bench_grpo.py", part, given, args.timeout, args.log, **environ)
 
 

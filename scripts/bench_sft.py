@@ -22,7 +22,9 @@ import time
 from pathlib import Path
 
 import bench_peers
-from bench_common import choices_of, config_folder, gsm8k_lengths, machine, machine_words, one_rank, print_row, run_child, share_of_peak
+from bench_common import (
+    alone, choices_of, config_folder, gsm8k_lengths, machine, machine_words, one_rank, print_row, run_child, share_of_peak,
+)
 from shapes import SHAPES
 
 PEERS = {"hf": bench_peers.hf, "hf-liger": bench_peers.hf_liger, "trl": bench_peers.trl}
@@ -45,7 +47,8 @@ def main() -> None:
         parts = [f"mfsdp:{data}" for data in args.data] + [f"{peer}:fixed" for peer in args.peers]
         say(args, machine_words(found["machine"]) + "\n" + HEADER)
         for number, part in enumerate(parts):
-            row = {"contender": part} | run_child("bench_sft.py", part, sys.argv[1:], args.timeout, args.log, **one_rank(29440 + number))
+            environ = one_rank(29440 + number) if part.startswith("mfsdp") else alone()
+            row = {"contender": part} | run_child("bench_sft.py", part, sys.argv[1:], args.timeout, args.log, **environ)
             found["rows"].append(row)
             say(args, line(row))
     if args.json:
