@@ -116,6 +116,7 @@ def messages(args) -> list[list[dict]]:
 
 def vllm_offline(args) -> dict:
     """Tokens/s by way of asking, each measured on its second run."""
+    import torch
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
@@ -124,7 +125,7 @@ def vllm_offline(args) -> dict:
     texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages(args)[: args.prompts]]
     requests = [{"prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]} for text in texts]
     llm = LLM(folder, skip_tokenizer_init=True, dtype="bfloat16", seed=0, gpu_memory_utilization=args.gpu_share,
-              max_model_len=PROMPT + args.response, max_num_seqs=256)
+              max_model_len=PROMPT + args.response, max_num_seqs=256, enforce_eager=not torch.cuda.is_available())
     common = dict(temperature=1.0, max_tokens=args.response, ignore_eos=True, detokenize=False)
     one = [SamplingParams(**common, n=1, seed=seed, logprobs=0, flat_logprobs=True) for seed in range(args.prompts * args.n)]
     single = [r for r in requests for _ in range(args.n)]
