@@ -66,7 +66,9 @@ def run_mfsdp(args) -> dict:
     metrics = run_dir / "metrics.jsonl"
     records = [r for line in metrics.read_text().splitlines() if "loss" in (r := json.loads(line))] if metrics.is_file() else []
     if len(records) < last:
-        return {"failed": f"{len(records)} of {last} steps: " + "".join(told[-3:]).strip()[-400:]}
+        text = "".join(told)
+        reason = text[text.index("error:") :] if "error:" in text else text[-400:]
+        return {"failed": f"{len(records)} of {last} steps: {reason.strip()[:400]}"}
     logs = (run_dir / "attempts" / "001").glob("trainer*.log")
     recompilations = sum(log.read_text().count("Recompiling function") for log in logs)
     return medians(records, args.warmup) | {"weights_gb": weights_gb(args), "recompilations": recompilations}

@@ -2,6 +2,7 @@
 # What one GPU has to show: the GPU tests and every benchmark, part by part, each with a time limit and a log.
 #   scripts/gpu_session.sh OUT [PART ...]      OUT gets PART.log; parts: tests sft packed first-step 7b te checkpoint grpo update (default: all)
 #   PYTHONPATH=SITE scripts/gpu_session.sh OUT tests       where packages were unpacked into SITE because there is no network
+# Where a command may run ten minutes: OUT tests; OUT sft packed first-step 7b; OUT grpo update checkpoint te.
 # PYTHON chooses the interpreter (python3). A table of what each part printed comes last; exit code 1 when a part failed.
 # Seconds at most (times SLOWER): tests 480, sft 200, packed 70, first-step 75, 7b 120, te 150, checkpoint 150, grpo 330, update 100.
 set -uo pipefail
