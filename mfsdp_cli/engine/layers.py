@@ -79,7 +79,7 @@ class PackedAttention(torch.nn.Module):
     """Causal attention inside each sequence of a packed batch.
 
     q [T, heads, d], k and v [T, kv_heads, d] (this tensor-parallel rank's heads) -> [T, heads * d].
-    On CUDA torch's variable-length flash attention, on CPU scaled_dot_product_attention a sequence.
+    On CUDA torch's variable-length flash attention, which has no float32; then, and on CPU, scaled_dot_product_attention a sequence.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **kwargs):
@@ -92,7 +92,7 @@ class PackedAttention(torch.nn.Module):
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         cos, sin = packed_seq_params.cos_sin(query.dtype)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        attend = self._varlen if query.is_cuda else self._one_by_one
+        attend = self._varlen if query.is_cuda and query.dtype != torch.float32 else self._one_by_one
         return attend(query, key, value, packed_seq_params).flatten(1)
 
     def _varlen(self, q, k, v, packed):
