@@ -27,11 +27,12 @@ class RanksFailed(RuntimeError):
 
 
 def free_port() -> int:
-    """Below the ports that the kernel gives to outgoing connections: one of those could be taken before it is listened on."""
+    """Between the ports of Ray's workers, up to 19999, and those that the kernel gives to outgoing connections: one of these could be
+    taken before it is listened on."""
     while True:
         with socket.socket() as s:
             try:
-                s.bind(("127.0.0.1", random.SystemRandom().randrange(15000, 32000)))
+                s.bind(("127.0.0.1", random.SystemRandom().randrange(20000, 32000)))
                 return s.getsockname()[1]
             except OSError:
                 continue
