@@ -142,8 +142,7 @@ def copied(state: dict[str, torch.Tensor], buffer: torch.Tensor | None) -> tuple
         torch.cuda.synchronize()
     for name, tensor in state.items():
         if isinstance(tensor, DTensor):
-            shard = (parts[name].shape, parts[name].__create_chunk_list__, parts[name].__create_write_items__)
-            copies[name] = _placed(DTensor(copies[name], tensor._spec, requires_grad=False), shard)
+            copies[name] = _placed(DTensor(copies[name], tensor._spec, requires_grad=False), _shard(tensor))
     return copies, buffer
 
 
@@ -172,9 +171,13 @@ def _shards(engine, weights: dict[str, DTensor]) -> dict[str, tuple]:
 
     if engine not in _SHARDS:
         preprocess_state_dict_for_uneven_dtensor(weights)  # in the order of the names, the same on every rank
-        parts = {name: tensor._local_tensor for name, tensor in weights.items()}  # to_local() may give another object each time
-        _SHARDS[engine] = {name: (part.shape, part.__create_chunk_list__, part.__create_write_items__) for name, part in parts.items()}
+        _SHARDS[engine] = {name: _shard(tensor) for name, tensor in weights.items()}
     return _SHARDS[engine]
+
+
+def _shard(tensor: DTensor) -> tuple:
+    part = tensor._local_tensor  # to_local() may give another object each time
+    return part.shape, part.__create_chunk_list__, part.__create_write_items__
 
 
 def _placed(tensor: DTensor, shard: tuple) -> DTensor:

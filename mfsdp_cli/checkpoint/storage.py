@@ -43,7 +43,7 @@ class Writer(dcp.FileSystemWriter):
             try:
                 done = super().write_data(plan, planner)
             except Exception:
-                if not self.fs.errors:
+                if not self.fs.errors:  # else it is told below by its root
                     raise
         if self.fs.errors:
             raise self.fs.errors[0]
