@@ -28,7 +28,8 @@ def conversations(seed: int = 0, lengths=LENGTHS, vocab_size: int = 430) -> list
     """Random tokens; of each conversation a random first part is not learned. No special tokens: transformers gives the row of
     the padding token in the input embedding no gradient, even where it is a token of the text."""
     random = np.random.default_rng(seed)
-    return [Sample(random.integers(0, vocab_size, n), np.arange(n) >= random.integers(1, n - 1), row) for row, n in enumerate(lengths)]
+    return [Sample(random.integers(0, vocab_size, n), np.arange(n) >= random.integers(1, max(n - 1, 2)), row)
+            for row, n in enumerate(lengths)]
 
 
 # ---------------------------------------------------------------- on a rank
