@@ -92,6 +92,7 @@ class MegatronEngine:
         self.hf_config = bridging.config_of(self.bridge)
         self.vocab_size = self.hf_config.vocab_size
         self.vocab_rows = vocab_rows or padded_vocab_size(self.vocab_size, settings.tensor_model_parallel_size)
+        torch.manual_seed(seed)  # the CPU's generator too: a process starts with a random one, and checkpoints hold it
         model_parallel_cuda_manual_seed(seed)
         provider = build_provider(self.bridge, settings, self.vocab_rows, on_cpu=device.type == "cpu")
         if optim is None:
