@@ -1,15 +1,21 @@
-"""Processes with a GPU each: a group of ranks that runs functions, and the `mfsdp` command with what this machine needs."""
+"""Processes with a GPU each: a group of ranks that runs functions, and the `mfsdp` command, told line by line with its seconds."""
 
 from __future__ import annotations
 
 import importlib.util
 import multiprocessing
 import os
+import threading
+import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 
 import pytest
+from bench_common import kill_tree
+from program import start
 from ranks import free_port
+
+from mfsdp_cli.errors import OK
 
 ON_CPU = os.environ.get("MFSDP_GPU_TESTS_ON_CPU") == "1"
 SMALL = ON_CPU  # sizes
@@ -38,6 +44,29 @@ def need_gpus(count: int) -> None:
     """Skips; on the CPU there are as many as one likes."""
     if not ON_CPU and gpus() < count:
         pytest.skip(f"needs {count} GPUs, and {gpus()} are visible")
+
+
+def watched(*args, timeout_s: float = LIMIT_S) -> str:
+    """Standard output of `mfsdp ARGS`, which must succeed. Every line for people is printed as it comes, with the seconds since the start:
+    `pytest -s` tells where the time of a run went that was killed."""
+    began, told = time.monotonic(), []
+
+    def tell(line: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {line.rstrip()}", flush=True)
+
+    process = start(*args)
+    limit = threading.Timer(timeout_s, kill_tree, [process.pid])
+    limit.start()
+    tell(f"mfsdp {' '.join(map(str, args[:3]))} …")
+    for line in process.stderr:
+        told.append(line)
+        tell(line)
+    out = process.stdout.read()
+    code = process.wait()
+    limit.cancel()
+    tell(f"exit code {code}")
+    assert code == OK, "".join(told[-40:])
+    return out.strip()
 
 
 class Ranks:

@@ -1,60 +1,52 @@
-"""`mfsdp grpo` with vLLM on the trainer's GPU: the policy that samples is the policy that is trained, and it learns."""
+"""`mfsdp grpo` with vLLM on the trainer's GPU: the policy that samples is the policy that is trained, and it learns.
+
+One run shows all that one GPU can show. It starts from random weights and is to write digits, which takes no training beforehand:
+of some 430 tokens 10 are digits, so that about one response of 8 tokens in six has one.
+"""
 
 from __future__ import annotations
 
+import time
 
 import pytest
-from gpu_processes import ON_CPU, need_gpus, need_packages
-from program import mfsdp
+from gpu_processes import ON_CPU, need_gpus, need_packages, watched
 
-from mfsdp_cli.errors import OK
 from mfsdp_cli.train.metrics import read_metrics
 
 MISMATCH = 0.02  # nats a token, mean: bfloat16 kernels of two programs
-STEPS = 2 if ON_CPU else 30
+STEPS = 2 if ON_CPU else 20
+QUESTIONS, ANSWERS = (8, 2) if ON_CPU else (100, 4)  # of the validation
+BATCH = ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=4"] if ON_CPU else [
+    "data.train_batch_size=64", "actor.ppo_mini_batch_size=64", "rollout.n=16", "actor.ppo_max_token_len_per_gpu=32768"]
 SAMPLER = ["engine.device=cpu", "engine.dtype=float32", "--rollout", "hf"] if ON_CPU else [
     "engine.device=cuda", "engine.dtype=bfloat16", "--rollout", "vllm", "rollout.gpu_memory_utilization=0.2", "rollout.enforce_eager=True"]
-
-
-def call(*args):
-    code, out, err = mfsdp(*args, timeout_s=400)
-    assert code == OK, err
-    return out.strip()
+REWARD = '''
+def has_a_digit(solution_str, **_):
+    return float(any(c in "0123456789" for c in solution_str))
+'''
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """(checkpoint of a short SFT, folder of prompts): a model that answers some sums right."""
+    """Folder with model, prompts and reward function."""
     need_packages("ray", *([] if ON_CPU else ["vllm"]))
     from make_tiny_model import make_tiny_model
 
-    folder = tmp_path_factory.mktemp("start")
-    sizes = {} if ON_CPU else dict(hidden_size=256, num_layers=4, intermediate_size=512)
-    model = make_tiny_model(folder / "model", **sizes)
-    rows = ["--rows", 64, "--test-rows", 8] if ON_CPU else ["--rows", 2000, "--test-rows", 200]
-    call("prep-data", "arithmetic", "-o", folder / "sft", *rows, "-q")
-    call("prep-data", "arithmetic", "--for", "rl", "-o", folder / "rl", *rows, "-q")
-    device = "cpu" if ON_CPU else "cuda"
-    # 250 steps leave a model of this size at about 20 % of the sums
-    training = ["data.train_batch_size=8", "trainer.total_training_steps=3"] if ON_CPU else [
-        "data.train_batch_size=128", "data.max_token_len_per_gpu=16384", "trainer.total_training_steps=250", "engine.dtype=bfloat16",
-        "optim.lr=2e-3"]
-    files = ["--model", model, "--train-files", folder / "sft" / "train.parquet", "--output", folder / "run"]
-    checkpoint = call("sft", "--preset", "sft-tiny-cpu", *files, "--nproc", 1, f"engine.device={device}", "trainer.save_freq=-1",
-                      "trainer.logger=[console]", "-q", *training)
-    return checkpoint, folder / "rl"
+    began, folder = time.monotonic(), tmp_path_factory.mktemp("start")
+    # Untied: with an output layer that is the embedding, random weights repeat the prompt's last token.
+    make_tiny_model(folder / "model", tied=False, **({} if ON_CPU else dict(hidden_size=256, num_layers=4, intermediate_size=512)))
+    (folder / "reward.py").write_text(REWARD)
+    print(f"{time.monotonic() - began:6.1f} s  model of random weights", flush=True)
+    watched("prep-data", "arithmetic", "--for", "rl", "-o", folder, "--rows", 16 if ON_CPU else 1280, "--test-rows", QUESTIONS, "-q")
+    return folder
 
 
-def grpo(started, run_dir, *more, num_steps: int = STEPS) -> list[dict]:
+def grpo(folder, run_dir, *more, num_steps: int = STEPS) -> list[dict]:
     """Records of the run."""
-    checkpoint, prompts = started
-    batch = ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=4"] if ON_CPU else [
-        "rollout.n=16", "actor.ppo_max_token_len_per_gpu=32768", "data.val_max_samples=200"]
-    train, unseen = prompts / "train.parquet", prompts / "test.parquet"
-    files = ["--model", checkpoint, "--train-files", train, "--val-files", unseen, "--output", run_dir]
-    call("grpo", "--preset", "grpo-tiny-cpu", *files, *batch, f"trainer.total_training_steps={num_steps}", "trainer.save_freq=-1",
-         "trainer.test_freq=-1", "trainer.logger=[console]", "optim.lr=5e-4", "optim.lr_warmup_steps_ratio=0.1",
-         "rollout.val_temperature=1.0", f"rollout.val_n={2 if ON_CPU else 8}", "-q", *SAMPLER, *more)
+    files = ["--model", folder / "model", "--train-files", folder / "train.parquet", "--val-files", folder / "test.parquet", "--output", run_dir]
+    watched("grpo", "--preset", "grpo-tiny-cpu", *files, *BATCH, "--reward-fn", f"{folder / 'reward.py'}:has_a_digit",
+            f"trainer.total_training_steps={num_steps}", "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.logger=[console]",
+            "data.max_response_length=8", "rollout.val_temperature=1.0", f"rollout.val_n={ANSWERS}", *SAMPLER, *more)
     return list(read_metrics(run_dir))
 
 
@@ -78,21 +70,22 @@ def mismatches(records) -> list[float]:
 def test_sampler_and_trainer_agree_before_and_after_updates(colocated):
     """Step 1 samples with the weights it began with; every later step with those of an update that came by CUDA IPC."""
     assert [r["weight_version"] for r in steps(colocated)] == list(range(1, STEPS + 1))
-    assert all(r["grad_norm"] > 0 for r in steps(colocated)) or ON_CPU  # updates that change something
+    assert all(r["grad_norm"] > 0 for r in steps(colocated)[:3]) or ON_CPU  # updates that change something, until nothing is left to learn
     assert max(mismatches(colocated)) < MISMATCH
 
 
 def test_the_pass_rate_rises(colocated):
-    """On 200 questions that training does not see, 8 answers each at temperature 1, before and after: a standard error of about
-    2 points, mostly the questions', which are the same."""
+    """On 100 questions that training does not see, 4 answers each at temperature 1, before and after. Answers of random weights hardly
+    depend on the question: 400 independent ones with rate p have a standard error of sqrt(p (1 - p) / 400), 1.9 points at p = 1/6 and
+    2.5 at most. The rise asked for is eight times that of a difference of two such rates, 3.5 at most."""
     rates = [r["val_pass_rate"] for r in colocated if "val_pass_rate" in r]
     training = [r["pass_rate"] for r in steps(colocated)]
-    print(f"pass rate on unseen questions {rates[0]:.3f} -> {rates[-1]:.3f}; of training answers "
-          f"{sum(training[:5]) / len(training[:5]):.3f} (first 5 steps) -> {sum(training[-5:]) / len(training[-5:]):.3f} (last 5)")
+    print(f"pass rate on unseen questions {rates[0]:.3f} -> {rates[-1]:.3f}; of training answers at step 1 {training[0]:.3f}, in the last 5 "
+          f"{sum(training[-5:]) / len(training[-5:]):.3f}")
     assert len(rates) == 2
     if not ON_CPU:
-        assert 0.05 < rates[0] < 0.8, "the start must leave something to learn"
-        assert rates[-1] > rates[0] + 0.03
+        assert 0.05 < rates[0] < 0.6, "the start must leave something to learn"
+        assert rates[-1] > rates[0] + 0.3
 
 
 def test_samplers_on_gpus_of_their_own_get_the_weights_by_nccl(started, tmp_path):
