@@ -59,6 +59,25 @@ class PackedBatch:
     rows: tuple[int, ...] = field(default=())
 
 
+@dataclass(frozen=True, kw_only=True)
+class PackedExperience(PackedBatch):
+    """A micro batch with all that the actor's loss needs of its responses. [T] each: a response's values stand at the positions
+    that predict its tokens, as the labels do, and 0 elsewhere. See `Experience`.
+
+    mask               bool, tokens that count in the loss
+    rollout_log_probs  float32, the sampler's
+    advantages         float32
+    old_log_probs      float32, or None
+    ref_log_probs      float32, or None
+    """
+
+    mask: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    old_log_probs: torch.Tensor | None
+    ref_log_probs: torch.Tensor | None
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One row of reinforcement-learning data, rendered up to where the assistant is to speak."""
@@ -96,8 +115,8 @@ class Experience:
     sample             prompt and response; loss_mask True on the response
     mask               bool, tokens that count in the loss
     rollout_log_probs  float32, the sampler's
-    old_log_probs      float32, the trainer's before the update; None: those of the update's own forward pass
-    ref_log_probs      float32, the reference's; None: not needed
+    old_log_probs      float32, the trainer's before the update; None, for all of a batch: those of the update's own forward pass
+    ref_log_probs      float32, the reference's; None, for all of a batch: not needed
     """
 
     sample: Sample

@@ -1,11 +1,13 @@
-"""Samples laid end to end (THD), with next-token labels. The one place where labels shift against tokens."""
+"""Samples laid end to end (THD), with next-token labels. The one place where labels shift against tokens.
+
+All of it happens on the CPU, where every position is known: on a GPU, finding one would be a wait for the GPU."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from mfsdp_cli.types import PackedBatch, Sample
+from mfsdp_cli.types import Experience, PackedBatch, PackedExperience, Sample
 
 
 def pack(samples: list[Sample], *, multiple_of: int = 1) -> PackedBatch:
@@ -39,4 +41,26 @@ def pack(samples: list[Sample], *, multiple_of: int = 1) -> PackedBatch:
         max_seqlen=max(lengths),
         num_real_tokens=num_real,
         rows=tuple(sample.row for sample in samples),
+    )
+
+
+def with_experience(packed: PackedBatch, batch: list[Experience]) -> PackedExperience:
+    """The micro batch with what the loss needs besides; its `rows` are positions in `batch`."""
+    places = np.flatnonzero(packed.target_mask.numpy())
+    part = [batch[row] for row in packed.rows]
+
+    def laid_out(arrays: list, dtype: type) -> torch.Tensor:
+        values = np.concatenate([np.zeros(0), *arrays]).astype(dtype)
+        assert len(values) == len(places), f"{len(values)} values for {len(places)} targets"
+        out = np.zeros(len(packed.target_mask), dtype)
+        out[places] = values
+        return torch.from_numpy(out)
+
+    return PackedExperience(
+        **vars(packed),
+        mask=laid_out([e.mask for e in part], np.bool_),
+        rollout_log_probs=laid_out([e.rollout_log_probs for e in part], np.float32),
+        advantages=laid_out([np.full(len(e.mask), e.advantage) for e in part], np.float32),
+        old_log_probs=None if batch[0].old_log_probs is None else laid_out([e.old_log_probs for e in part], np.float32),
+        ref_log_probs=None if batch[0].ref_log_probs is None else laid_out([e.ref_log_probs for e in part], np.float32),
     )

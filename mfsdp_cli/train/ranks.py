@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mfsdp_cli.config.schema_grpo import GrpoSettings
-from mfsdp_cli.types import Experience, PackedBatch, Sample
+from mfsdp_cli.types import Experience, PackedBatch, PackedExperience, Sample
 
 
 class TrainerRank:
@@ -47,19 +47,26 @@ class TrainerRank:
     def log_probs(self, samples: list[Sample], reference: bool) -> dict[int, np.ndarray]:
         """Index -> log-probabilities of the response's tokens, float32 [R], of this rank's share; from one rank of each
         tensor-parallel group, the others return nothing. At the sampling temperature."""
+        import torch
+
         engine = self.reference if reference else self.policy
         budget = (self.settings.ref.log_prob_max_token_len_per_gpu if reference else None) or self.settings.actor.ppo_max_token_len_per_gpu
         micro_batches = self._pack(samples, range(len(samples)), engine, budget, dynamic=True)
-        found = {}
-        for packed, log_probs in zip(micro_batches, engine.log_probs(micro_batches, self.settings.rollout.temperature)):
-            values = log_probs.cpu().numpy()[packed.target_mask.numpy() > 0]
-            for i, part in zip(packed.rows, np.split(values, np.cumsum([samples[i].num_targets for i in packed.rows])[:-1])):
-                found[i] = part
-        return found if engine.tp_rank == 0 else {}
+        queued = list(engine.log_probs(micro_batches, self.settings.rollout.temperature))  # all of them before the first is waited for
+        values = torch.cat(queued).cpu().numpy()[np.concatenate([packed.target_mask.numpy() for packed in micro_batches]) > 0]
+        rows = [i for packed in micro_batches for i in packed.rows]
+        parts = np.split(values, np.cumsum([samples[i].num_targets for i in rows]))
+        assert len(parts.pop()) == 0
+        return dict(zip(rows, parts, strict=True)) if engine.tp_rank == 0 else {}
 
     def update(self, batch: list[Experience], indices: list[int], lr: float) -> dict:
         """One optimizer step on the responses `indices` of the batch. Returns statistics as sums over this rank's share
-        (see `losses`), empty except from one rank of each tensor-parallel group, and the gradient norm."""
+        (see `losses`), empty except from one rank of each tensor-parallel group, and the gradient norm.
+
+        The GPU is waited for once, for all numbers of the update: whoever waits between micro batches lets it run dry."""
+        import torch
+
+        from mfsdp_cli.data.pack import with_experience
         from mfsdp_cli.train import losses
 
         actor = self.settings.actor
@@ -69,31 +76,29 @@ class TrainerRank:
         stats: list[dict] = []
 
         def loss_fn(log_probs, packed, entropy):
-            loss, found = self._loss(log_probs, entropy, packed, [batch[i] for i in packed.rows], totals)
-            stats.append({key: float(value) for key, value in found.items()})
+            loss, found = self._loss(log_probs, entropy, packed, totals)
+            stats.append(found)
             return loss
 
-        self.policy.forward_backward(micro_batches, loss_fn, self.settings.rollout.temperature, with_entropy=True)
-        grad_norm = self.policy.optimizer_step(lr)
-        return {"grad_norm": grad_norm, "stats": losses.merge(stats) if self.policy.tp_rank == 0 else {}}
+        self.policy.forward_backward([with_experience(packed, batch) for packed in micro_batches], loss_fn, self.settings.rollout.temperature,
+                                     with_entropy=True)
+        grad_norm = torch.as_tensor(self.policy.optimizer_step(lr), dtype=torch.float64, device=self.device)
+        numbers = iter(torch.stack([*(value for part in stats for value in part.values()), grad_norm]).tolist())
+        merged = losses.merge([{key: next(numbers) for key in part} for part in stats])
+        return {"grad_norm": next(numbers), "stats": merged if self.policy.tp_rank == 0 else {}}
 
-    def _loss(self, log_probs, entropy, packed: PackedBatch, part: list[Experience], totals):
+    def _loss(self, log_probs, entropy, packed: PackedExperience, totals):
         from mfsdp_cli.train import correction, losses
 
         algorithm = self.settings.algorithm
-        mask = scatter(packed, [e.mask for e in part]).bool()
-        rollout = scatter(packed, [e.rollout_log_probs for e in part])
-        advantages = scatter(packed, [np.full(len(e.mask), e.advantage, dtype=np.float32) for e in part])
+        mask, rollout = packed.mask, packed.rollout_log_probs
         # With one update a rollout the policy of the update is the policy before it.
-        old = log_probs.detach() if not part or part[0].old_log_probs is None else scatter(packed, [e.old_log_probs for e in part])
-        reference = None if not part or part[0].ref_log_probs is None else scatter(packed, [e.ref_log_probs for e in part])
-        if not part and self.settings.actor.use_kl_loss:
-            reference = log_probs.detach()  # a micro batch without a response, of a rank without work
+        old = log_probs.detach() if packed.old_log_probs is None else packed.old_log_probs
         mismatch = correction.mismatch_stats(rollout, old, mask)
         weights, used, corrected = correction.correction_weights(rollout, old, mask, algorithm.rollout_correction, algorithm.rollout_correction_threshold)
         loss, stats = losses.actor_loss(
-            log_probs, old, advantages, used, losses.sequence_ids(packed.cu_seqlens, len(log_probs)), self.settings.actor, totals,
-            weights=weights, ref_log_probs=reference, entropy=entropy if self.settings.actor.entropy_coeff else entropy.detach(),
+            log_probs, old, packed.advantages, used, losses.sequence_ids(packed.cu_seqlens, len(log_probs)), self.settings.actor, totals,
+            weights=weights, ref_log_probs=packed.ref_log_probs, entropy=entropy if self.settings.actor.entropy_coeff else entropy.detach(),
         )
         return loss, stats | {f"mismatch/{k}": v for k, v in mismatch.items()} | {f"correction/{k}": v for k, v in corrected.items()}
 
@@ -168,15 +173,3 @@ class TrainerRank:
         from mfsdp_cli.train.sft import peak_memory_gib
 
         return peak_memory_gib(self.device)
-
-
-def scatter(packed: PackedBatch, arrays: list[np.ndarray]):
-    """[T] on the batch's device: the arrays' values, sequence after sequence, at the positions that predict them; 0 elsewhere."""
-    import torch
-
-    values = np.concatenate([np.asarray(a, dtype=np.float32) for a in arrays]) if arrays else np.zeros(0, dtype=np.float32)
-    out = torch.zeros(len(packed.input_ids), device=packed.input_ids.device)
-    places = packed.target_mask > 0
-    assert int(places.sum()) == len(values), (int(places.sum()), len(values))
-    out[places] = torch.from_numpy(values).to(out.device)
-    return out

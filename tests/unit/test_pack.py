@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mfsdp_cli.data.pack import pack
-from mfsdp_cli.types import Sample
+from mfsdp_cli.data.pack import pack, with_experience
+from mfsdp_cli.types import Experience, Sample
 
 
 def sample(row: int, ids: list[int], mask: list[int]) -> Sample:
@@ -66,3 +66,32 @@ def test_random_batches_against_a_token_by_token_rule():
         assert len(batch.input_ids) % multiple_of == 0 and len(batch.input_ids) - batch.num_real_tokens < multiple_of
         assert int(batch.cu_seqlens[-1]) == len(batch.input_ids)
         assert batch.max_seqlen == int(torch.diff(batch.cu_seqlens).max())
+
+
+def experience(sample: Sample, rollout: list[float], advantage: float, old: list[float] | None = None) -> Experience:
+    """The first token of the response does not count."""
+    values = np.array(rollout, dtype=np.float32)
+    return Experience(sample, np.arange(len(values)) > 0, values, advantage, None if old is None else np.array(old, dtype=np.float32))
+
+
+def test_experience_stands_where_the_labels_do():
+    batch = [experience(sample(0, [10, 11, 12, 13], [0, 0, 1, 1]), [-1.5, -np.inf], 0.5, [-1.0, -2.0]),
+             experience(sample(1, [20, 21], [0, 0]), [], 9.0, []),
+             experience(sample(2, [30, 31, 32, 33], [0, 1, 1, 1]), [np.nan, -0.25, -3.0], -2.0, [-3.0, -4.0, -5.0])]
+    packed = pack([batch[2].sample, batch[1].sample, batch[0].sample], multiple_of=4)
+    found = with_experience(packed, batch)
+    assert found.labels.tolist() == [31, 32, 33, 0, 0, 0, 0, 12, 13, 0, 0, 0]
+    assert found.mask.tolist() == [False, True, True, False, False, False, False, False, True, False, False, False]
+    np.testing.assert_array_equal(found.rollout_log_probs, np.array([np.nan, -0.25, -3, 0, 0, 0, 0, -1.5, -np.inf, 0, 0, 0], dtype=np.float32))
+    assert found.advantages.tolist() == [-2, -2, -2, 0, 0, 0, 0, 0.5, 0.5, 0, 0, 0]
+    assert found.old_log_probs.tolist() == [-3, -4, -5, 0, 0, 0, 0, -1, -2, 0, 0, 0] and found.ref_log_probs is None
+    assert [t.dtype for t in (found.mask, found.rollout_log_probs, found.advantages, found.old_log_probs)] == [torch.bool] + [torch.float32] * 3
+    assert all(getattr(found, name) is value for name, value in vars(packed).items())
+
+
+def test_experience_of_no_samples_and_of_a_wrong_number_of_tokens():
+    whole = sample(0, [10, 11, 12, 13], [0, 0, 1, 1])
+    none = with_experience(pack([]), [experience(whole, [-1.0, -2.0], 1.0, [-1.0, -2.0])])
+    assert none.mask.tolist() == [False, False] and none.old_log_probs.tolist() == none.advantages.tolist() == [0, 0] and none.ref_log_probs is None
+    with pytest.raises(AssertionError, match="1 values for 2 targets"):
+        with_experience(pack([whole]), [experience(whole, [-1.0], 1.0)])
