@@ -240,7 +240,7 @@ def epsilon(s, f) -> Iterator[Problem]:
         yield Problem("optim.eps", as_text(s.optim.eps), why, "optim.eps=1e-8, the default")
 
 
-@rule("narrow-moments", "a moment in bfloat16 has a decay of at most 1 - 1/128", "engine/optimizer.py, LeanAdamW", training=True,
+@rule("narrow-moments", "a moment in bfloat16 has a decay of at most 1 - 1/128", "engine/optimizer.py, AdamW", training=True,
       fix="optim.betas=[0.9, 0.95], or the moment in float32")
 def narrow_moments(s, f) -> Iterator[Problem]:
     """Numbers of 8 bits are up to 1/128 apart: a moment that should shrink by less than half of that is rounded back to what it was, and

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mfsdp_cli.config.schema import EngineSettings, OptimSettings
 from mfsdp_cli.engine import bridge as bridging  # first: it decides how megatron is imported
 from mfsdp_cli.engine import forward
-from mfsdp_cli.engine.optimizer import DTYPES, build_optimizer, grad_norm, scale_gradients
+from mfsdp_cli.engine.optimizer import DTYPES, build_optimizer, grad_norm, install_weights
 from mfsdp_cli.types import PackedBatch
 
 from megatron.core import parallel_state as mpu  # noqa: E402
@@ -111,6 +111,7 @@ class MegatronEngine:
             bridging.load_hf_weights(self.bridge, self.model)
         self.optim = optim
         self.optimizer = build_optimizer(self.model, optim, self.dtype) if optim else None
+        self._broken = torch.zeros((), device=device)  # 1 from the first non-finite gradient norm on
         self.num_updates = 0
 
     # --- layout -------------------------------------------------------------------------------------------------
@@ -169,25 +170,31 @@ class MegatronEngine:
         return total
 
     @torch.no_grad()
-    def optimizer_step(self, lr: float) -> float:
-        """Clip by global norm, apply AdamW at `lr`, return the norm before clipping.
+    def optimizer_step(self, lr: float) -> torch.Tensor:
+        """Clip by global norm and apply AdamW at `lr`. Returns the norm before clipping, float32 [] on the device; nothing waits for it.
 
-        Raises NonFiniteGradient and applies nothing when the norm is NaN or infinite: Megatron-FSDP's own check does
-        not exist with ZeRO-3, and its step reports success after writing NaN everywhere.
+        Where the norm is NaN or infinite nothing is applied, then and in all later steps, until the caller has learned of it by `finite`. Megatron-FSDP's
+        own check does not exist with ZeRO-3, and its step reports success after writing NaN everywhere.
         """
         optimizer = self.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.prepare_grads()
         norm = grad_norm(optimizer)
-        if not math.isfinite(norm):
-            optimizer.zero_grad()
-            raise NonFiniteGradient(f"global gradient norm is {norm}")
-        if self.optim.clip_grad > 0 and norm > self.optim.clip_grad:
-            scale_gradients(optimizer, self.optim.clip_grad / (norm + 1e-6))
-        success = optimizer.step_with_ready_grads()
-        assert success, "without a loss scaler a step cannot be skipped"
+        self._broken = torch.maximum(self._broken, (~norm.isfinite()).float())
+        clip = self.optim.clip_grad
+        # As torch.nn.utils.clip_grad_norm_: times clip / (norm + 1e-6) where that is below 1.
+        optimizer.optimizer.step((norm + 1e-6).div(clip).clamp(min=1.0) if clip > 0 else None, self._broken)
+        install_weights(self.module.module.param_and_grad_buffer)
+        self.module.start_param_sync()  # distrib_optimizer.py, step_with_ready_grads: the module's own parameters are back in it
         self.num_updates += 1
+        return norm
+
+    def finite(self, norm: float) -> float:
+        """The norm of an earlier `optimizer_step`, now that it is on the host. Raises NonFiniteGradient."""
+        if not math.isfinite(norm):
+            self._broken.zero_()
+            raise NonFiniteGradient(f"global gradient norm is {norm}")
         return norm
 
     def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -200,9 +207,6 @@ class MegatronEngine:
         self.num_updates = count
         for entry in self.optimizer.optimizer.state.values():
             entry["step"].fill_(count)
-        for group in self.optimizer.param_groups:
-            if "step" in group:  # TransformerEngine's FusedAdam counts by group
-                group["step"] = count
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 

@@ -1,29 +1,27 @@
-"""AdamW over Megatron-FSDP's float32 main weights, whose gradients and moments may be kept in bfloat16 to save memory."""
+"""AdamW over Megatron-FSDP's float32 main weights, whose gradients and moments may be kept in bfloat16 to save memory.
+
+Nothing here waits for the GPU: the gradient norm, the factor of clipping and the decision to apply nothing stay on the device, so that
+the next forward pass can be queued while this step still runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from mfsdp_cli.config.schema import OptimSettings
 from mfsdp_cli.engine import bridge as bridging  # first: it decides how megatron is imported
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.optimizer.clip_grads import get_grad_norm_fp32  # noqa: E402
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CHUNK = 2**27  # elements that are float32 for a moment: 1.5 GiB for gradient and moments
 
 
-def is_lean(optim: OptimSettings) -> bool:
-    """Whether anything that AdamW reads is narrower than float32."""
-    return "bfloat16" in (optim.main_grads_dtype, optim.exp_avg_dtype, optim.exp_avg_sq_dtype)
-
-
 def build_optimizer(model: list, optim: OptimSettings, dtype: torch.dtype):
-    """Megatron's optimizer around an AdamW. Clipping and the finite check are the engine's (`optimizer_step`)."""
+    """Megatron's optimizer around our AdamW. Clipping and the finite check are the engine's (`optimizer_step`)."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -42,30 +40,15 @@ def build_optimizer(model: list, optim: OptimSettings, dtype: torch.dtype):
     for group in optimizer.param_groups:
         # Megatron leaves this to its parameter scheduler, which is not used here; the factor is 0 for biases and norms.
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
-    if is_lean(optim):
-        optimizer.optimizer = LeanAdamW(optimizer.param_groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
-        # Only says where gradients are: its own optimizer of that name is TransformerEngine's.
-        optimizer.config.use_precision_aware_optimizer = optim.main_grads_dtype == "bfloat16"
-    prepare_adam(optimizer, DTYPES[optim.exp_avg_dtype], DTYPES[optim.exp_avg_sq_dtype])
+    optimizer.optimizer = AdamW(optimizer.param_groups, optim)
+    # Only says where gradients are: its own optimizer of that name is TransformerEngine's.
+    optimizer.config.use_precision_aware_optimizer = optim.main_grads_dtype == "bfloat16"
     return optimizer
 
 
-def prepare_adam(optimizer, exp_avg_dtype: torch.dtype = torch.float32, exp_avg_sq_dtype: torch.dtype = torch.float32) -> None:
-    """Give every parameter its moments now, and on a GPU choose torch's fused kernel.
-
-    Torch's AdamW makes the state of a parameter at its first gradient, which a parameter whose shard on this rank is
-    empty never gets: ranks would hold different sets of names, and the collectives of a save or load would hang. A
-    template made by Megatron's way, a step with zero gradients, would decay the weights.
-    """
-    adam = optimizer.optimizer
-    fused = isinstance(adam, torch.optim.AdamW) and not bridging.ON_CPU
-    for group in adam.param_groups:
-        if fused:
-            group.update(fused=True, foreach=False)
-        for param in group["params"]:
-            step = torch.zeros((), device=param.device if fused else "cpu")
-            adam.state[param] = {"step": step, "exp_avg": torch.zeros_like(param.data, dtype=exp_avg_dtype),
-                                 "exp_avg_sq": torch.zeros_like(param.data, dtype=exp_avg_sq_dtype)}
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -73,59 +56,71 @@ def gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
     parameter lies in `decoupled_grad` (megatron_fsdp/param_and_grad_buffer.py, update_main_grads)."""
     decoupled = getattr(param, "decoupled_grad", None)
     found = param.grad if decoupled is None else decoupled
-    return None if found is None else found._local_tensor
+    return None if found is None else local(found)
 
 
-def grad_norm(optimizer) -> float:
-    """Over all parameters and ranks, each element counted once; summed up in float32 whatever the gradients are in."""
-    grads = optimizer.get_grads_for_grad_norm()
-    norms = torch._foreach_norm(grads, 2, torch.float32) if grads else []
-    return float(get_grad_norm_fp32(list(norms), grad_stats_parallel_group=optimizer.get_grad_stats_parallel_group()))
+def grad_norm(optimizer) -> torch.Tensor:
+    """Over all parameters and ranks, each element counted once; summed up in float32 whatever the gradients are in. float32 [], on the
+    device. Collective."""
+    grads = optimizer.get_grads_for_grad_norm()  # this rank's parts, without what another tensor-parallel rank has too
+    squares = torch.zeros((), device=optimizer.param_groups[0]["params"][0].device)
+    if grads:
+        squares = torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square().sum()
+    dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
+    return squares.sqrt()
 
 
-def scale_gradients(optimizer, factor: float) -> None:
-    """As clipping does. Gradients in bfloat16 are scaled when AdamW has them in float32."""
-    if isinstance(optimizer.optimizer, LeanAdamW):
-        optimizer.optimizer.grad_factor = factor
-        return
-    for param in optimizer.get_parameters():
-        if (grad := gradient(param)) is not None:
-            grad.mul_(factor)
+def install_weights(buffer) -> None:
+    """Model weights from main weights, as the buffer's copy_main_weights_to_model_weights does parameter by parameter and without
+    float8: model and main buffer of a group have one layout (megatron_fsdp/param_and_grad_buffer.py, DataParallelBuffer)."""
+    pairs = [(g.model_weight_buffer.data, g.main_weight_buffer.data) for g in buffer.parameter_groups if g.main_weight_buffer]
+    assert all(model.shape == main.shape for model, main in pairs)
+    torch._foreach_copy_([model for model, _ in pairs], [main for _, main in pairs])
 
 
-class LeanAdamW(torch.optim.AdamW):
-    """torch's AdamW, given a part of the parameters at a time, whose gradients and moments become float32 for that moment.
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW on this rank's parts, some parameters at a time; gradients and moments narrower than float32 become float32 for
+    that moment.
+
+    Every parameter has its moments from the start. Torch makes the state of a parameter at its first gradient, which a parameter
+    whose shard on this rank is empty never gets: ranks would hold different sets of names, and the collectives of a save or load
+    would hang. A template made by Megatron's way, a step with zero gradients, would decay the weights.
 
     Moments go back to their dtype rounded to nearest. bfloat16 has 8 bits: a moment that should shrink by less than 2^-9 of itself
     stays as it is for ever. It shrinks by 1 - beta of itself; the rule narrow-moments keeps that apart from 2^-9.
     """
 
-    grad_factor = 1.0
+    def __init__(self, groups: list[dict], optim: OptimSettings):
+        super().__init__(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, fused=True, foreach=False)
+        for group in self.param_groups:
+            group.update(fused=True, foreach=False)  # of Megatron's optimizer it has what that one chose
+            for param in group["params"]:
+                self.state[param] = {
+                    "step": torch.zeros((), device=param.device),
+                    "exp_avg": torch.zeros_like(param.data, dtype=DTYPES[optim.exp_avg_dtype]),
+                    "exp_avg_sq": torch.zeros_like(param.data, dtype=DTYPES[optim.exp_avg_sq_dtype]),
+                }
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
-        assert closure is None
+    def step(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
+        """grad_scale [] divides the gradients first; where found_inf [] is 1, nothing changes (both float32, on the device)."""
         for group in self.param_groups:
             for params in _chunks(group["params"]):
-                self._step(group, params)
-        self.grad_factor = 1.0
+                self._step(group, params, grad_scale, found_inf)
 
-    def _step(self, group: dict, params: list[torch.nn.Parameter]) -> None:
+    def _step(self, group: dict, params: list[torch.nn.Parameter], grad_scale, found_inf) -> None:
         states = [self.state[param] for param in params]
-        grads = [gradient(param).to(torch.float32, copy=self.grad_factor != 1.0) for param in params]
-        if self.grad_factor != 1.0:
-            torch._foreach_mul_(grads, self.grad_factor)
-        kept = [[state[name]._local_tensor for state in states] for name in ("exp_avg", "exp_avg_sq")]
+        kept = [[local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")]
         exp_avgs, exp_avg_sqs = ([moment.float() for moment in moments] for moments in kept)
         adamw(
-            [param._local_tensor for param in params], grads, exp_avgs, exp_avg_sqs, [], [state["step"] for state in states],
-            foreach=group["foreach"], fused=group["fused"], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            [local(param.data) for param in params], [gradient(param).float() for param in params], exp_avgs, exp_avg_sqs, [],
+            [state["step"] for state in states], fused=True, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False,
+            beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+            maximize=False,
         )
         for moments, updated in zip(kept, (exp_avgs, exp_avg_sqs)):
-            for moment, value in zip(moments, updated):
-                if moment is not value:
-                    moment.copy_(value)
+            if moments[0] is not updated[0]:
+                torch._foreach_copy_(moments, updated)
 
 
 def _chunks(params: list[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:

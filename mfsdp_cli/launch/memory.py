@@ -83,12 +83,12 @@ def master_weights(shape: Shape, layout: Layout) -> int:
 
 def gradients(shape: Shape, layout: Layout) -> int:
     """`main_grad_buffer`: micro batches are summed in it, and Adam reads it without a copy; in bfloat16 a part of it at a time
-    becomes float32 (engine.optimizer.LeanAdamW), when the activations have gone."""
+    becomes float32 (engine.optimizer.AdamW), when the activations have gone."""
     return shard(shape, layout) * layout.grad
 
 
 def moments(shape: Shape, layout: Layout) -> int:
-    """AdamW's exp_avg and exp_avg_sq (engine.optimizer.prepare_adam). The fused step allocates nothing."""
+    """AdamW's exp_avg and exp_avg_sq (engine.optimizer.AdamW). The fused step allocates nothing."""
     return shard(shape, layout) * layout.moments
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mfsdp_cli.checkpoint.retention import recorded
@@ -19,6 +19,10 @@ from mfsdp_cli.config.load import read_resolved, to_dict
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.errors import MfsdpError
 from mfsdp_cli.train.process import RankProcess, parse_arguments
+
+# A step is queued before the one before it is settled, unless steps take longer: then Python's part is nothing beside the GPU's, and a
+# request to stop is answered at the end of the step in which it comes, not two later.
+AHEAD_BELOW_S = 5.0
 
 
 def main() -> None:
@@ -30,16 +34,14 @@ def main() -> None:
 
 def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     process.say("importing torch and megatron …")
-    import torch
     import torch.distributed as dist
 
     from mfsdp_cli.data.loader import BatchStream
     from mfsdp_cli.engine.megatron import NonFiniteGradient, init_distributed
     from mfsdp_cli.train import checkpoints
-    from mfsdp_cli.train.losses import sft_loss
     from mfsdp_cli.train.metrics import EtaMeter, MetricsLog, step_line
     from mfsdp_cli.train.saver import Saver
-    from mfsdp_cli.train.schedule import due, learning_rate
+    from mfsdp_cli.train.schedule import due
 
     data, trainer = settings.data, settings.trainer
     device = init_distributed(settings.engine, trainer.startup_timeout_s)
@@ -60,7 +62,7 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     meter = EtaMeter(total_steps)
     record: dict = {}
     saver = Saver(engine, settings, run_dir, source, total_steps, chat.end_of_turn_id, resume.folder if resume else None, process.say)
-    stopped = False
+    stopped, settled_at, slow = False, 0.0, True
 
     def validate():
         val_loss = evaluate(engine, settings, val_rows)
@@ -68,50 +70,46 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
         record["val_loss"] = val_loss
         process.say(step_line({"step": position.step, "total_steps": total_steps, "val_loss": val_loss}))
 
+    def settle(queued: QueuedStep):
+        """Wait for a step, and tell it."""
+        nonlocal record, stopped, settled_at, slow
+        loss, grad_norm, memory_gib, asked, slowest_s = queued.numbers.get()
+        try:
+            engine.finite(grad_norm)
+        except NonFiniteGradient as error:
+            report_bad_batch(queued.batch, loss, process)
+            saver.wait()
+            raise ArithmeticError(f"step {queued.record['step']}: {error}; nothing was applied, the last checkpoint is {saver.saved}; the batch "
+                                  f"is in {process.attempt_dir / 'bad_batch.json'}") from error
+        slow = slowest_s >= AHEAD_BELOW_S
+        step_s, settled_at = time.monotonic() - max(queued.started, settled_at), time.monotonic()
+        times = {"step_s": step_s, "memory_gib": memory_gib, **meter.add(queued.record["step"], queued.record["num_tokens"], step_s)}
+        record, stopped = queued.record | {"loss": loss, "grad_norm": grad_norm} | times, stopped or bool(asked)
+        log.log(record)
+        process.say(step_line(record))
+
     with stream, saver, MetricsLog(run_dir, trainer.logger, trainer.project_name, trainer.experiment_name, to_dict(settings),
                                    process.rank == 0, position.step) as log:
         for note in log.notes:
             process.say(f"note: {note}")
         if val_rows is not None and position.step == 0:
             validate()
+        behind = None  # the step before, which the GPU works on while the next one is queued
         for step in range(position.step + 1, total_steps + 1):
-            started = time.monotonic()
-            epoch, batch = stream.epoch, next(stream)
-            num_targets = sum(sample.num_targets for sample in batch)
-            micro_batches = pack_mine(batch, settings, engine)
-            data_s = time.monotonic() - started
-            loss = engine.forward_backward(micro_batches, lambda log_probs, packed: sft_loss(log_probs, packed.target_mask, num_targets))
-            lr = learning_rate(settings.optim, step, total_steps)
-            try:
-                grad_norm = engine.optimizer_step(lr)
-            except NonFiniteGradient as error:
-                report_bad_batch(batch, loss, process)
-                saver.wait()
-                raise ArithmeticError(f"step {step}: {error}; nothing was applied, the last checkpoint is {saver.saved}; the batch is in "
-                                      f"{process.attempt_dir / 'bad_batch.json'}") from error
-            position = checkpoints.Position(step, stream.samples_consumed)
-
-            dist.all_reduce(loss, group=engine.dp_group)
-            shared = torch.tensor([peak_memory_gib(device), float(process.stop_asked())], device=device)
-            dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-            memory_gib, stopped = shared[0].item(), bool(shared[1].item())
-            num_tokens = sum(sample.num_tokens for sample in batch)
-            step_s = time.monotonic() - started
-            record = {
-                "step": step, "total_steps": total_steps, "epoch": epoch, "samples_consumed": position.samples_consumed,
-                "loss": loss.item(), "lr": lr, "grad_norm": grad_norm, "num_tokens": num_tokens, "num_targets": num_targets,
-                "num_micro_batches": len(micro_batches), "step_s": step_s, "data_s": data_s, "memory_gib": memory_gib,
-                **meter.add(step, num_tokens, step_s),
-            }
-            log.log(record)
-            process.say(step_line(record))
-
-            last = step == total_steps or stopped
-            if val_rows is not None and not stopped and (last or due(step, trainer.test_freq)):
-                validate()
-            if last or due(step, trainer.save_freq):
-                log.sync()
-                saver.save(replace(position, metrics=recorded(record)))
+            queued = queue_step(engine, settings, process, stream, step, total_steps, record.get("step_s", AHEAD_BELOW_S))
+            if behind:
+                settle(behind)
+            behind, position = queued, checkpoints.Position(step, stream.samples_consumed)
+            validates = val_rows is not None and (step == total_steps or due(step, trainer.test_freq))
+            saves = step == total_steps or due(step, trainer.save_freq)
+            if validates or saves or stopped or slow:
+                settle(behind)
+                behind = None
+                if validates and not stopped:
+                    validate()
+                if saves or stopped:
+                    log.sync()
+                    saver.save(replace(position, metrics=recorded(record)))
             saver.check()
             if stopped:
                 break
@@ -121,6 +119,45 @@ def train(settings: SftSettings, run_dir: Path, process: RankProcess) -> None:
     process.finish({"status": status, "step": position.step, "total_steps": total_steps, "checkpoint": saved, "metrics": record})
     dist.barrier()
     dist.destroy_process_group()
+
+
+@dataclass
+class QueuedStep:
+    """numbers: loss over all ranks, gradient norm; of any rank the most memory, whether it was asked to stop, and `last_s` (a `ToHost`)."""
+
+    started: float
+    batch: list
+    record: dict
+    numbers: object
+
+
+def queue_step(engine, settings: SftSettings, process: RankProcess, stream, step: int, total_steps: int, last_s: float) -> QueuedStep:
+    """Queue one optimizer step. Nothing in here waits for the GPU, so that it never waits for Python.
+
+    last_s  seconds of the step before; from the largest of all ranks they decide alike whether to queue ahead"""
+    import torch
+    import torch.distributed as dist
+
+    from mfsdp_cli.engine.host import ToHost, to_device
+    from mfsdp_cli.train.losses import sft_loss
+    from mfsdp_cli.train.schedule import learning_rate
+
+    started = time.monotonic()
+    epoch, batch = stream.epoch, next(stream)
+    num_tokens, num_targets = sum(s.num_tokens for s in batch), sum(s.num_targets for s in batch)
+    micro_batches = pack_mine(batch, settings, engine)
+    data_s = time.monotonic() - started
+    loss = engine.forward_backward(micro_batches, lambda log_probs, packed: sft_loss(log_probs, packed.target_mask, num_targets))
+    lr = learning_rate(settings.optim, step, total_steps)
+    grad_norm = engine.optimizer_step(lr)
+    dist.all_reduce(loss, group=engine.dp_group)
+    shared = to_device(torch.tensor([peak_memory_gib(engine.device), float(process.stop_asked()), last_s]), engine.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    record = {
+        "step": step, "total_steps": total_steps, "epoch": epoch, "samples_consumed": stream.samples_consumed, "lr": lr,
+        "num_tokens": num_tokens, "num_targets": num_targets, "num_micro_batches": len(micro_batches), "data_s": data_s,
+    }
+    return QueuedStep(started, batch, record, ToHost(torch.cat([torch.stack([loss, grad_norm]), shared])))
 
 
 def open_data(settings: SftSettings, model_dir: Path, process: RankProcess):
@@ -181,10 +218,10 @@ def evaluate(engine, settings: SftSettings, rows) -> float:
     return total.item() / sum(sample.num_targets for sample in batch)
 
 
-def report_bad_batch(batch: list, loss, process: RankProcess) -> None:
+def report_bad_batch(batch: list, loss: float, process: RankProcess) -> None:
     if process.rank == 0:
         rows = [{"row": s.row, "num_tokens": s.num_tokens, "num_targets": s.num_targets, "input_ids": s.input_ids.tolist()} for s in batch]
-        (process.attempt_dir / "bad_batch.json").write_text(json.dumps({"loss_of_rank_0": str(loss.item()), "rows": rows}) + "\n")
+        (process.attempt_dir / "bad_batch.json").write_text(json.dumps({"loss": str(loss), "rows": rows}) + "\n")
 
 
 def peak_memory_gib(device) -> float:

@@ -84,7 +84,7 @@ def step(engine, batch: list[Sample], lr: float, num_micro: int = 1) -> tuple[fl
     loss = engine.forward_backward(micro_batches(engine, batch, num_micro), lambda lp, b: -(lp * b.target_mask).sum() / num_targets)
     norm = engine.optimizer_step(lr)
     dist.all_reduce(loss, group=engine.dp_group)
-    return loss.item(), norm
+    return loss.item(), norm.item()
 
 
 def packed_log_probs(engine, batch: list[Sample]) -> list[np.ndarray]:

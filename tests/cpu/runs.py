@@ -49,13 +49,15 @@ class StopsItself(RankProcess):
 
 
 def _one_rank(settings: SftSettings, run_dir: Path, attempt: str, stop_after: int | None, before_train) -> None:
-    from mfsdp_cli.train.sft import train
+    from mfsdp_cli.train import sft
 
+    if stop_after:
+        sft.AHEAD_BELOW_S = 0.0  # no step ahead, so that the step at which it stops is known
     process = StopsItself(run_dir / "attempts" / attempt, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
     process.stop_after = stop_after
     if before_train is not None:
         before_train()
-    train(settings, run_dir, process)
+    sft.train(settings, run_dir, process)
 
 
 def train_ranks(settings: SftSettings, run_dir: Path, *, attempt: str = "001", stop_after: int | None = None, before_train=None,

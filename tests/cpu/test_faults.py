@@ -87,7 +87,7 @@ def moments(engine) -> dict:
 
 
 def poisoned(model, layout: Layout, poison: float):
-    """A good step, a step whose loss is poisoned on one data-parallel rank, and a good step again."""
+    """A good step, a step whose loss is poisoned on one data-parallel rank, one made before that is known, and a good step again."""
     from mfsdp_cli.engine.megatron import NonFiniteGradient
 
     engine = build(model, layout)
@@ -95,8 +95,10 @@ def poisoned(model, layout: Layout, poison: float):
     before, moments_before = weights(engine), moments(engine)
     factor = poison if engine.dp_rank == 1 else 1.0
     engine.forward_backward(micro_batches(engine, BATCH, 2), lambda lp, b: (lp * b.target_mask).sum() * factor)
+    norm = engine.optimizer_step(1e-3)
+    step(engine, BATCH, 1e-3)
     with pytest.raises(NonFiniteGradient):
-        engine.optimizer_step(1e-3)
+        engine.finite(norm.item())
     changes = largest_difference(moments(engine), moments_before), largest_difference(weights(engine), before)
     return changes, step(engine, BATCH, 1e-3), weights(engine)
 

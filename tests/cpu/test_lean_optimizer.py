@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,12 +13,8 @@ BATCHES = [conversations(seed) for seed in range(30, 34)]
 NARROW = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 
 
-def train(model, layout: Layout, optim, num_steps: int, force: bool = False):
+def train(model, layout: Layout, optim, num_steps: int):
     """(losses and norms, weights, moments of this rank by name)."""
-    from mfsdp_cli.engine import optimizer
-
-    if force:
-        optimizer.is_lean = lambda _: True
     engine = build(model, layout, optim)
     state = engine.optimizer_state()  # now: after a step the module holds other parameters, which have no names
     steps = [step(engine, batch, OPTIM.lr, layout.num_micro) for batch in BATCHES[:num_steps]]
@@ -30,13 +27,46 @@ def plain(tiny):
     return {n: run_ranks(1, train, tiny("qwen2"), Layout(), OPTIM, n)[0] for n in (1, 4)}
 
 
-def test_in_parts_it_is_torchs_adamw_bit_for_bit(tiny, plain, monkeypatch):
+@pytest.mark.parametrize("norm", [0.5, 3.0, math.inf, math.nan])
+def test_a_step_is_torchs_fused_adamw_on_clipped_gradients_or_nothing(norm):
+    """Bit for bit, over steps whose rates differ; a norm that is no number leaves weights, moments and the count of steps."""
+    import torch
+
+    from mfsdp_cli.engine.optimizer import AdamW
+
+    def parameters():
+        generator = torch.Generator().manual_seed(3)
+        return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((7, 5), (9,), (4, 4, 2))]
+
+    mine, theirs = parameters(), parameters()
+    groups = lambda params: [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0}]  # noqa: E731
+    ours = AdamW(groups(mine), replace(OPTIM, clip_grad=1.0))
+    peer = torch.optim.AdamW(groups(theirs), lr=OPTIM.lr, betas=tuple(OPTIM.betas), eps=OPTIM.eps, fused=True)
+    broken = torch.tensor(0.0 if math.isfinite(norm) else 1.0)
+    for number in range(3):
+        factor = max((torch.tensor(norm) + 1e-6).item(), 1.0)
+        for a, b in zip(mine, theirs):
+            a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(number))
+            b.grad = a.grad / factor
+        for optimizer in (ours, peer):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (number + 1)
+        ours.step(torch.tensor(factor), broken)
+        if math.isfinite(norm):
+            peer.step()
+    assert all(a.equal(b) for a, b in zip(mine, theirs))
+    for a, b in zip(mine, theirs):
+        assert ours.state[a]["step"] == (3 if math.isfinite(norm) else 0)
+        assert all(ours.state[a][key].equal(peer.state[b][key] if peer.state[b] else torch.zeros_like(a)) for key in ("exp_avg", "exp_avg_sq"))
+
+
+def test_in_parts_it_is_the_same_bit_for_bit(tiny, plain, monkeypatch):
     """A part is a single parameter here, and several."""
     from mfsdp_cli.engine import optimizer
 
     for chunk in (1, 30_000):
         monkeypatch.setattr(optimizer, "CHUNK", chunk)
-        [(steps, after, moments)] = run_ranks(1, train, tiny("qwen2"), Layout(), OPTIM, 4, force=True)
+        [(steps, after, moments)] = run_ranks(1, train, tiny("qwen2"), Layout(), OPTIM, 4)
         assert steps == plain[4][0] and largest_difference(after, plain[4][1]) == 0.0
         assert all(moments[key].equal(value) for key, value in plain[4][2].items())
     assert plain[4][0][0][1] > OPTIM.clip_grad  # else the factor of clipping is not tried
