@@ -8,6 +8,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch.utils.checkpoint import checkpoint
 
+from mfsdp_cli.engine import host
 from mfsdp_cli.engine.layers import PackedPositions
 from mfsdp_cli.engine.vocab_parallel import label_log_probs
 from mfsdp_cli.types import PackedBatch
@@ -18,8 +19,8 @@ MOST_LOGITS = 2**31
 
 
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """The same batch with its tensors on `device`. From pinned memory: a copy from any other waits for what the GPU has still to do."""
-    return replace(batch, **{k: v.pin_memory().to(device, non_blocking=True) for k, v in vars(batch).items() if torch.is_tensor(v)})
+    """The same batch with its tensors on `device`. Nothing waits."""
+    return replace(batch, **{name: host.to_device(value, device) for name, value in vars(batch).items() if torch.is_tensor(value)})
 
 
 def packed_positions(batch: PackedBatch) -> PackedPositions:

@@ -61,7 +61,7 @@ class TrainerRank:
 
     def update(self, batch: list[Experience], indices: list[int], lr: float) -> dict:
         """One optimizer step on the responses `indices` of the batch. Returns statistics as sums over this rank's share
-        (see `losses`), empty except from one rank of each tensor-parallel group, and the gradient norm.
+        (see `losses`), empty except from one rank of each tensor-parallel group, and the gradient norm. Raises NonFiniteGradient.
 
         The GPU is waited for once, for all numbers of the update: whoever waits between micro batches lets it run dry."""
         import torch
@@ -82,10 +82,11 @@ class TrainerRank:
 
         self.policy.forward_backward([with_experience(packed, batch) for packed in micro_batches], loss_fn, self.settings.rollout.temperature,
                                      with_entropy=True)
-        grad_norm = torch.as_tensor(self.policy.optimizer_step(lr), dtype=torch.float64, device=self.device)
-        numbers = iter(torch.stack([*(value for part in stats for value in part.values()), grad_norm]).tolist())
+        grad_norm = self.policy.optimizer_step(lr)
+        numbers = iter(torch.stack([grad_norm.double(), *(value for part in stats for value in part.values())]).tolist())
+        grad_norm = self.policy.finite(next(numbers))
         merged = losses.merge([{key: next(numbers) for key in part} for part in stats])
-        return {"grad_norm": next(numbers), "stats": merged if self.policy.tp_rank == 0 else {}}
+        return {"grad_norm": grad_norm, "stats": merged if self.policy.tp_rank == 0 else {}}
 
     def _loss(self, log_probs, entropy, packed: PackedExperience, totals):
         from mfsdp_cli.train import correction, losses

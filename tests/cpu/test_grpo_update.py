@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
 from make_tiny_model import make_tiny_model
 from ranks import run_ranks
+from waits import Waits
 
 from mfsdp_cli.config.schema_grpo import GrpoSettings
 from mfsdp_cli.engine import megatron  # noqa: F401  imported once, before the ranks fork
@@ -55,17 +58,20 @@ def batch_of(old=None, ref=None, seed=1) -> list[Experience]:
     return batch
 
 
-def update(settings, world, indices, rank_of=None):
-    """In a rank: log-probabilities, one update, log-probabilities again; and the statistics, merged over the ranks."""
-    import os
-
-    import torch.distributed as dist
-
-    rank = TrainerRank(settings, None, int(os.environ["RANK"]), world, 0)
+def started(settings, world) -> TrainerRank:
     from mfsdp_cli.train import checkpoints
 
+    rank = TrainerRank(settings, None, int(os.environ["RANK"]), world, 0)
     checkpoints.find_resume = lambda *_: (None, [])  # no run folder here
     rank.start("env://")
+    return rank
+
+
+def update(settings, world, indices):
+    """In a rank: log-probabilities, one update, log-probabilities again; and the statistics, merged over the ranks."""
+    import torch.distributed as dist
+
+    rank = started(settings, world)
     samples = [e.sample for e in batch_of()]
 
     def everywhere(reference):
@@ -97,6 +103,59 @@ def test_one_update_does_not_depend_on_layout_or_split(model):
         assert stats2.keys() == stats.keys()
         for key, value in stats.items():
             assert stats2[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (world, tp, actor, key)
+
+
+class _LooksAtItsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float(grad.sum())
+
+
+WAITS = {
+    "item": lambda x, m: x[0].item(), "float": lambda x, m: float(x.sum()), "if": lambda x, m: 1 if m.any() else 0, "max": lambda x, m: max(x[0], x[1]),
+    "tolist": lambda x, m: x.tolist(), "cpu": lambda x, m: x.cpu(), "print": lambda x, m: f"{x.sum()}{x}", "index by mask": lambda x, m: x[m],
+    "set by mask": lambda x, m: x.index_put_((m,), x[:2].clone()), "nonzero": lambda x, m: m.nonzero(), "where": lambda x, m: torch.where(m),
+    "masked_select": lambda x, m: x.masked_select(m), "unique": lambda x, m: x.unique(), "equal": lambda x, m: x.equal(x), "slice": lambda x, m: x[: m.sum()],
+    "repeat": lambda x, m: x.repeat_interleave(m.long()), "backward": lambda x, m: _LooksAtItsGradient.apply(x.requires_grad_()).sum().backward(),
+}
+NO_WAITS = {
+    "masked_fill": lambda x, m: x.masked_fill_(m, 0.0), "number by mask": lambda x, m: x.index_put_((m,), torch.zeros(())), "where": lambda x, m: torch.where(m, x, 0.0),
+    "index": lambda x, m: x[m.long()], "repeat": lambda x, m: x.repeat_interleave(m.long(), output_size=2), "sum": lambda x, m: sum([x.sum(), m.sum()]),
+    "len": lambda x, m: range(len(x)), "detach": lambda x, m: x.detach().double().max(),
+}
+
+
+@pytest.mark.parametrize("calls, expected", [(WAITS, True), (NO_WAITS, False)])
+def test_what_counts_as_a_wait(calls, expected):
+    for name, call in calls.items():
+        x = torch.arange(4.0)
+        with Waits() as waits:
+            call(x, x > 1)
+        assert bool(waits.found) == expected, (name, waits.found)
+
+
+def waits_of_update(settings, world):
+    """In a rank: the waits of an update and of the reference's log-probabilities, each the second of its kind, once all is set up."""
+    rank = started(settings, world)
+    samples, old = [e.sample for e in batch_of()], {i: np.full(len(r), -6.0, np.float32) for i, (_, r) in enumerate(responses())}
+    found = []
+    for call in (lambda: rank.update(batch_of(old, old), range(6), LR), lambda: rank.log_probs(samples, True)):
+        call()
+        with Waits() as waits:
+            call()
+        found.append(waits.found)
+    return found
+
+
+@pytest.mark.parametrize("world, tp, actor", [(1, 1, {"ppo_max_token_len_per_gpu": 21}), (2, 2, {"loss_agg_mode": "seq-mean-token-mean", "policy_loss": "gspo"})])
+def test_a_rank_waits_for_its_gpu_once_an_update_and_once_a_batch_of_log_probs(model, world, tp, actor):
+    for update, log_probs in run_ranks(world, waits_of_update, settings_for(model, tp, **actor), world):
+        assert [w.split(":")[0] for w in update] == ["tolist at mfsdp_cli/train/ranks.py"], update
+        assert [w.split(":")[0] for w in log_probs] == ["cpu at mfsdp_cli/train/ranks.py"], log_probs
 
 
 def test_update_equals_a_plain_loop(model):
