@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from megatron.core.jit import jit_fuser
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from mfsdp_cli.engine import formulas
 
 _NORMS_OF_A_LAYER = ("input_layernorm", "pre_mlp_layernorm")
 _NORMS_OF_ATTENTION = ("q_layernorm", "k_layernorm")
@@ -68,11 +69,54 @@ class PackedSelfAttention(SelfAttention):
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs)
 
 
-@jit_fuser
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return formulas.on(x.device).rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return formulas.on(grad.device).rotate(grad, *ctx.saved_tensors, backward=True), None, None
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of x [T, heads, d] by cos and sin [T, 1, d], halves convention (transformers' apply_rotary_pos_emb)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return _Rotate.apply(x, cos, sin)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return formulas.on(x.device).swiglu(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return formulas.on(grad.device).swiglu_backward(*ctx.saved_tensors, grad)
+
+
+class SwiGLU(torch.nn.Module):
+    """silu(gate) * up of [..., 2 F] = [gate, up]; Megatron builds it where TransformerEngine's activation would be (transformer/mlp.py)."""
+
+    def __init__(self, config):
+        super().__init__()
+        assert config.gated_linear_unit and config.activation_func is F.silu, "only SwiGLU is implemented"
+        assert config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0, "a clamp or an offset is not implemented"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _SwiGLU.apply(x)
+
+
+def residual_add(training: bool, fused: bool):
+    """What Megatron's get_bias_dropout_add chooses, without dropout: (x, bias or None), residual, probability -> residual + x + bias."""
+
+    def add(x_with_bias, residual, prob):
+        x, bias = x_with_bias
+        assert prob == 0.0, "dropout is not implemented"
+        return residual + (x if bias is None else x + bias)
+
+    return add
 
 
 class PackedAttention(torch.nn.Module):
@@ -120,6 +164,9 @@ def packed_layer_spec(config) -> TransformerBlockSubmodules:
     )
     for name in _NORMS_OF_A_LAYER:
         setattr(spec.submodules, name, RMSNorm)
+    spec.submodules.self_attn_bda = spec.submodules.mlp_bda = residual_add
+    if not config.num_moe_experts:
+        spec.submodules.mlp.keywords["submodules"].activation_func = SwiGLU
     spec.submodules.self_attention.module = PackedSelfAttention
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention

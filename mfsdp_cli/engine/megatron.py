@@ -285,7 +285,10 @@ def build_provider(bridge, settings: EngineSettings, vocab_rows: int, on_cpu: bo
         overrides |= {"transformer_layer_spec": packed_layer_spec, "persist_layer_norm": False, "apply_rope_fusion": False, "masked_softmax_fusion": False}
         if provider.num_moe_experts:
             overrides |= {"moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False}
-    overrides |= {"bias_dropout_fusion": not on_cpu, "bias_activation_fusion": not on_cpu}
+        else:
+            overrides |= {"use_te_activation_func": True}  # the name of the place that layers.SwiGLU takes
+    fused = transformer_engine or bool(provider.num_moe_experts) and not on_cpu
+    overrides |= {"bias_dropout_fusion": fused, "bias_activation_fusion": fused}
     overrides |= settings.override_transformer_config
     provider.apply_overrides_and_finalize(dtype=DTYPES[settings.dtype], overrides=overrides)
     return provider

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from megatron.core.jit import jit_fuser
 from megatron.core.parallel_state import get_tensor_model_parallel_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+from mfsdp_cli.engine import formulas
 
 
 def label_log_probs(logits_TV: torch.Tensor, labels_T: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,57 +22,42 @@ def label_log_probs(logits_TV: torch.Tensor, labels_T: torch.Tensor, vocab_size:
     return _LabelLogProbs.apply(logits_TV, labels_T, vocab_size)
 
 
-@jit_fuser
-def _largest(logits: torch.Tensor) -> torch.Tensor:
-    return logits.amax(-1).float()
-
-
-@jit_fuser
-def _sums(logits: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of exp(z - largest), and of that times z - largest."""
-    shifted = logits.float() - largest[:, None]
-    weights = shifted.exp()
-    return weights.sum(-1), (weights * shifted).sum(-1)
-
-
-@jit_fuser
-def _gradient_(logits: torch.Tensor, columns: torch.Tensor, log_total: torch.Tensor, mean: torch.Tensor,
-               grad: torch.Tensor, grad_entropy: torch.Tensor) -> torch.Tensor:
-    """In place: grad * (one_hot(label) - p) - grad_entropy * p * (z - mean), p = softmax(z), mean = sum of p * z.
-
-    `columns` [T] holds the label's column here, -1 if it is another rank's."""
-    z = logits.float()
-    p = (z - log_total[:, None]).exp()
-    is_label = torch.arange(logits.shape[-1], device=logits.device)[None, :] == columns[:, None]
-    return logits.copy_(grad[:, None] * (is_label.float() - p) - grad_entropy[:, None] * p * (z - mean[:, None]))
-
-
 class _LabelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, vocab_size):
         width = logits.shape[-1]
         group, ranks = get_tensor_model_parallel_group(), get_tensor_model_parallel_world_size()
         first = get_tensor_model_parallel_rank() * width
-        real = logits[:, : min(max(vocab_size - first, 0), width)]
-        largest = _largest(real) if real.shape[-1] else torch.full(labels.shape, -torch.inf, device=logits.device)
-        if ranks > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        num_real = min(max(vocab_size - first, 0), width)
+        if num_real:
+            largest, total, weighted = formulas.on(logits.device).row_sums(logits[:, :num_real])
+        else:  # all of this rank's columns are padding
+            total = weighted = torch.zeros(len(labels), device=logits.device)
+            largest = torch.full_like(total, -torch.inf)
         columns = labels - first
         mine = (columns >= 0) & (columns < width)
         columns = torch.where(mine, columns, -1)
         label_logits = torch.where(mine, logits.gather(-1, columns.clamp(min=0)[:, None])[:, 0].float(), 0.0)
-        sums = torch.stack((*_sums(real, largest), label_logits))
         if ranks > 1:
-            dist.all_reduce(sums, group=group)
-        log_sum, mean_shifted = sums[0].log(), sums[1] / sums[0]
+            largest, total, weighted, label_logits = _of_all_ranks(largest, total, weighted, label_logits, group)
+        log_sum, mean_shifted = total.log(), weighted / total
         log_total, mean = largest + log_sum, largest + mean_shifted
-        ctx.num_real = real.shape[-1]
+        ctx.num_real = num_real
         ctx.save_for_backward(logits, columns, log_total, mean)  # logits too: checkpointing drops what is saved, and no attribute
-        return sums[2] - log_total, log_sum - mean_shifted
+        return label_logits - log_total, log_sum - mean_shifted
 
     @staticmethod
     def backward(ctx, grad, grad_entropy):
         logits, columns, log_total, mean = ctx.saved_tensors
-        logits[:, ctx.num_real :] = 0
-        _gradient_(logits[:, : ctx.num_real], columns, log_total, mean, grad, grad_entropy)
-        return logits, None, None
+        return formulas.on(logits.device).gradient_(logits, columns, log_total, mean, grad, grad_entropy, ctx.num_real), None, None
+
+
+def _of_all_ranks(largest, total, weighted, label_logits, group):
+    """Each rank's sums are of exp(z - its own largest); those of all ranks, of exp(z - the largest of all)."""
+    highest = largest.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    shift = torch.where(total > 0, largest - highest, 0.0)  # a rank of padding alone has nothing to shift
+    weighted = shift.exp() * (weighted + shift * total)
+    sums = torch.stack((shift.exp() * total, weighted, label_logits))
+    dist.all_reduce(sums, group=group)
+    return highest, *sums
