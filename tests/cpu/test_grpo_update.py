@@ -116,16 +116,19 @@ class _LooksAtItsGradient(torch.autograd.Function):
 
 
 WAITS = {
-    "item": lambda x, m: x[0].item(), "float": lambda x, m: float(x.sum()), "if": lambda x, m: 1 if m.any() else 0, "max": lambda x, m: max(x[0], x[1]),
-    "tolist": lambda x, m: x.tolist(), "cpu": lambda x, m: x.cpu(), "print": lambda x, m: f"{x.sum()}{x}", "index by mask": lambda x, m: x[m],
-    "set by mask": lambda x, m: x.index_put_((m,), x[:2].clone()), "nonzero": lambda x, m: m.nonzero(), "where": lambda x, m: torch.where(m),
-    "masked_select": lambda x, m: x.masked_select(m), "unique": lambda x, m: x.unique(), "equal": lambda x, m: x.equal(x), "slice": lambda x, m: x[: m.sum()],
-    "repeat": lambda x, m: x.repeat_interleave(m.long()), "backward": lambda x, m: _LooksAtItsGradient.apply(x.requires_grad_()).sum().backward(),
+    "item": lambda x, m: x[0].item(), "float": lambda x, m: float(x.sum()), "if": lambda x, m: 1 if m.any() else 0, "cpu": lambda x, m: x.cpu(),
+    "max": lambda x, m: max(x[0], x[1]), "tolist": lambda x, m: x.tolist(), "print": lambda x, m: f"{x.sum()}{x}", "get": lambda x, m: x[m],
+    "set": lambda x, m: x.index_put_((m,), x[:2].clone()), "nonzero": lambda x, m: m.nonzero(), "where": lambda x, m: torch.where(m),
+    "masked_select": lambda x, m: x.masked_select(m), "unique": lambda x, m: x.unique(), "equal": lambda x, m: x.equal(x),
+    "slice": lambda x, m: x[: m.sum()], "repeat": lambda x, m: x.repeat_interleave(m.long()),
+    "to": lambda x, m: x.to("cpu", non_blocking=True), "tensor": lambda x, m: torch.tensor([1.0], device=x.device),
+    "backward": lambda x, m: _LooksAtItsGradient.apply(x.requires_grad_()).sum().backward(),
 }
 NO_WAITS = {
-    "masked_fill": lambda x, m: x.masked_fill_(m, 0.0), "number by mask": lambda x, m: x.index_put_((m,), torch.zeros(())), "where": lambda x, m: torch.where(m, x, 0.0),
-    "index": lambda x, m: x[m.long()], "repeat": lambda x, m: x.repeat_interleave(m.long(), output_size=2), "sum": lambda x, m: sum([x.sum(), m.sum()]),
-    "len": lambda x, m: range(len(x)), "detach": lambda x, m: x.detach().double().max(),
+    "masked_fill": lambda x, m: x.masked_fill_(m, 0.0), "set": lambda x, m: x.index_put_((m,), torch.zeros(())),
+    "where": lambda x, m: torch.where(m, x, 0.0), "get": lambda x, m: x[m.long()], "sum": lambda x, m: sum([x.sum(), m.sum()]),
+    "repeat": lambda x, m: x.repeat_interleave(m.long(), output_size=2), "to": lambda x, m: m.to(torch.float64).to(x),
+    "zeros": lambda x, m: torch.zeros(3, device=x.device).fill_(2.0), "len": lambda x, m: range(len(x)), "max": lambda x, m: x.detach().max(),
 }
 
 
@@ -151,7 +154,9 @@ def waits_of_update(settings, world):
     return found
 
 
-@pytest.mark.parametrize("world, tp, actor", [(1, 1, {"ppo_max_token_len_per_gpu": 21}), (2, 2, {"loss_agg_mode": "seq-mean-token-mean", "policy_loss": "gspo"})])
+@pytest.mark.parametrize("world, tp, actor", [
+    (1, 1, {"ppo_max_token_len_per_gpu": 21}), (2, 2, {"loss_agg_mode": "seq-mean-token-mean", "policy_loss": "gspo"}),
+])
 def test_a_rank_waits_for_its_gpu_once_an_update_and_once_a_batch_of_log_probs(model, world, tp, actor):
     for update, log_probs in run_ranks(world, waits_of_update, settings_for(model, tp, **actor), world):
         assert [w.split(":")[0] for w in update] == ["tolist at mfsdp_cli/train/ranks.py"], update
