@@ -11,9 +11,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout that is not installed works too
 PACKAGES = ("torch", "triton", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "liger-kernel", "trl", "vllm",
             "ray")
+LEARNING_RATE = 1e-5  # of supervised steps
 
 
 def machine() -> dict:
@@ -129,6 +132,72 @@ def kill_tree(pid: int) -> None:
             continue
 
 
+# --- time -----------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Steps that are issued back to back, as a training loop issues them: the GPU is waited for before the first and after the last,
+    and the ends of the steps between are events of its stream."""
+
+    def __init__(self, device):
+        self.on_gpu = device.type == "cuda"
+
+    def start(self) -> None:
+        self._wait()
+        self.began, self.marks = time.perf_counter(), [self._mark()]
+
+    def step_ended(self) -> None:
+        self.marks.append(self._mark())
+
+    def stop(self) -> tuple[float, list[float]]:
+        """(seconds of all steps, seconds of each)"""
+        self._wait()
+        seconds, pairs = time.perf_counter() - self.began, list(zip(self.marks, self.marks[1:]))
+        return seconds, [a.elapsed_time(b) / 1e3 if self.on_gpu else b - a for a, b in pairs]
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+
+    def _mark(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass(frozen=True)
+class Timed:
+    """tokens, each: of every timed step; seconds: of all of them together."""
+
+    tokens: list[int]
+    seconds: float
+    each: list[float]
+    loss: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.tokens) / self.seconds
+
+
+def timed(step, device, warmup: int, steps: int) -> Timed:
+    """step() -> (tokens, loss as a number or a tensor, for which nothing waits)"""
+    for _ in range(warmup):
+        step()
+    clock, tokens = Clock(device), []
+    clock.start()
+    for _ in range(steps):
+        num_tokens, loss = step()
+        clock.step_ended()
+        tokens.append(num_tokens)
+    return Timed(tokens, *clock.stop(), float(loss))
+
+
 # --- models ---------------------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +217,7 @@ def write_model(folder: Path, shape: str) -> Path:
     tokenizer = make_tokenizer(min(2048, SHAPES[shape]["vocab_size"] - 9))
     ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     config = Qwen2Config(**SHAPES[shape], **ends, bos_token_id=None, max_position_embeddings=32768, dtype="bfloat16")
+    torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.generation_config = GenerationConfig(**ends)
@@ -170,6 +240,13 @@ def share_of_peak(shape: str, tokens_per_s: float, tflops: float) -> float:
 
 
 # --- data -----------------------------------------------------------------------------------------------------------------
+
+
+def token_rows(shape: str, tokens: int, seq: int):
+    """int64 [tokens // seq, seq], the same for all contenders."""
+    import numpy as np
+
+    return np.random.default_rng(0).integers(0, SHAPES[shape]["vocab_size"], (tokens // seq, seq))
 
 
 def gsm8k_lengths(budget: int, seed: int) -> list[int]:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 
-from bench_common import ROOT, kill_tree, write_model
+from bench_common import ROOT, kill_tree, timed, write_model
 from shapes import SHAPES
 
 PROMPT = 64  # tokens at most
@@ -147,12 +147,11 @@ def vllm_offline(args) -> dict:
 
 
 def sft(args) -> dict:
-    from bench_sft import ours, timed
+    from bench_sft import ours
 
     length = args.response + 32
     step, device = ours(args.shape, args.micro_tokens // length * length, length)
-    steps, _ = timed(step, device, 3, 6)
-    return {"tokens_per_s": statistics.median(tokens / seconds for tokens, seconds in steps)}
+    return {"tokens_per_s": timed(step, device, 3, 6).tokens_per_s}
 
 
 def trl(args) -> dict:

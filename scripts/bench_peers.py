@@ -1,26 +1,32 @@
-"""What a user would pick instead of mfsdp's SFT, on the same shape and tokens: transformers, the same with liger-kernel, TRL.
+"""What a user would pick instead of mfsdp's SFT, on the same weights and tokens: transformers, the same with liger-kernel, TRL.
 
 All with float32 weights, gradients and moments, and bfloat16 autocast, as mfsdp has float32 main weights. TRL's SFTTrainer packs with
 strategy "wrapped": samples as long as a sequence stay rows of a batch, which SDPA handles by its causal kernel; "bfd" makes one
-long row and, without the package flash-attn, a mask of all tokens by all tokens.
+long row and, without the package flash-attn, a mask of all tokens by all tokens. What its trainer waits for in each step (it counts
+tokens and looks for losses that are NaN) is its own; it logs nothing here.
 """
 
 from __future__ import annotations
 
 import tempfile
-import time
+from itertools import count
 
+from bench_common import LEARNING_RATE, Clock, Timed, token_rows
 from shapes import SHAPES
 
+from mfsdp_cli.config.schema import OptimSettings
 
-def transformers_model(shape: str, recompute: str):
+OPTIM = OptimSettings()  # mfsdp's own defaults on all sides
+
+
+def transformers_model(args):
+    """The weights in --folder, as float32."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with device:
-        model = Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[shape]), dtype=torch.float32, attn_implementation="sdpa").train()
-    if recompute == "full":
+    model = Qwen2ForCausalLM.from_pretrained(args.folder, dtype=torch.float32, attn_implementation="sdpa").to(device).train()
+    if args.recompute == "full":
         model.gradient_checkpointing_enable()
     return model, device
 
@@ -33,18 +39,18 @@ def hf(args, liger: bool = False):
         from liger_kernel.transformers import apply_liger_kernel_to_qwen2
 
         apply_liger_kernel_to_qwen2()  # rotary, norms, SwiGLU, and the output layer fused with its cross entropy
-    model, device = transformers_model(args.shape, args.recompute)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    ids = torch.randint(0, SHAPES[args.shape]["vocab_size"], (args.tokens // args.seq, args.seq), device=device)
+    model, device = transformers_model(args)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, tuple(OPTIM.betas), OPTIM.eps, OPTIM.weight_decay, fused=True)
+    ids = torch.from_numpy(token_rows(args.shape, args.tokens, args.seq)).to(device)
 
     def step():
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return ids.numel(), loss.item()
+        return ids.numel(), loss.detach()
 
     return step, device
 
@@ -53,37 +59,40 @@ def hf_liger(args):
     return hf(args, liger=True)
 
 
-def trl(args) -> tuple[list[float], float, object]:
-    """(seconds of each timed step, last loss, device): its own trainer and loop, from one end of a step to the next."""
-    import numpy as np
+def trl(args) -> tuple[Timed, object]:
+    """(times, device): its own trainer and loop, from one end of a step to the next, with the same rows in every step."""
     from datasets import Dataset
     from make_tiny_model import make_tokenizer
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    model, device = transformers_model(args.shape, "none")
-    rows, steps = args.tokens // args.seq, args.warmup + args.steps
-    vocab_size = SHAPES[args.shape]["vocab_size"]
-    ids = np.random.default_rng(0).integers(0, vocab_size, (rows * steps, args.seq))
-    tokenizer = make_tokenizer(min(2048, vocab_size - 9))
-    ends: list[float] = []
+    model, device = transformers_model(args)
+    ids, steps = token_rows(args.shape, args.tokens, args.seq), args.warmup + args.steps
+    clock, made = Clock(device), count(1)
 
-    class Clock(TrainerCallback):
+    class AtEnds(TrainerCallback):
         def on_step_end(self, *_, **__):
-            if device.type == "cuda":
-                import torch
+            number = next(made)
+            if number == args.warmup:
+                clock.start()
+            elif number > args.warmup:
+                clock.step_ended()
 
-                torch.cuda.synchronize()
-            ends.append(time.perf_counter())
+    class Trainer(SFTTrainer):
+        def training_step(self, *given, **named):
+            self.last_loss = super().training_step(*given, **named)
+            return self.last_loss
 
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(
-            output_dir=folder, per_device_train_batch_size=rows, max_steps=steps, max_length=args.seq, packing=True,
+            output_dir=folder, per_device_train_batch_size=len(ids), max_steps=steps, max_length=args.seq, packing=True,
             packing_strategy="wrapped", gradient_checkpointing=args.recompute == "full", bf16=True, use_cpu=device.type == "cpu",
-            learning_rate=1e-5, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, seed=0,
+            learning_rate=LEARNING_RATE, lr_scheduler_type="constant", adam_beta1=OPTIM.betas[0], adam_beta2=OPTIM.betas[1],
+            adam_epsilon=OPTIM.eps, weight_decay=OPTIM.weight_decay, max_grad_norm=OPTIM.clip_grad, train_sampling_strategy="sequential",
+            logging_strategy="no", report_to="none", save_strategy="no", disable_tqdm=True, seed=0,
         )
-        rows_of_ids = Dataset.from_dict({"input_ids": ids.tolist()})
-        trainer = SFTTrainer(model, config, train_dataset=rows_of_ids, processing_class=tokenizer, callbacks=[Clock()])
+        trainer = Trainer(model, config, train_dataset=Dataset.from_dict({"input_ids": ids.tolist() * steps}), callbacks=[AtEnds()],
+                          processing_class=make_tokenizer(min(2048, SHAPES[args.shape]["vocab_size"] - 9)))
         trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return [b - a for a, b in zip(ends[args.warmup - 1 :], ends[args.warmup :])], float(losses[-1]), device
+        seconds, each = clock.stop()
+    return Timed([ids.size] * args.steps, seconds, each, float(trainer.last_loss)), device

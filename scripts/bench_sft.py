@@ -5,9 +5,12 @@
     python scripts/bench_sft.py --shape 1.5b --tokens 16384 --data fixed,gsm8k-lengths
     python scripts/bench_sft.py --shape 1.5b --time-to-first-step
 
-Random weights; float32 master weights, gradients and Adam moments on all sides; full optimizer steps. Columns: tokens/s and share of
---tflops (6 x parameters x tokens), of the median step; peak memory that torch allocated; milliseconds of the median step and of the
-slowest; loss. --data gsm8k-lengths packs conversations of GSM8K's lengths, another batch every step, packing included in the time.
+Float32 master weights, gradients and Adam moments on all sides; full optimizer steps, issued one after the other as a training loop does:
+nobody waits for the GPU but before the first timed step and after the last. With --peers all start from the same random weights, written
+once, and train on the same tokens in every step, so that losses can be compared; without, mfsdp starts from Megatron's own. Columns:
+tokens/s and share of --tflops (6 x parameters x tokens) of all timed steps together; peak memory that torch allocated; milliseconds of
+the median step and of the slowest; loss of the last. --data gsm8k-lengths packs conversations of GSM8K's lengths, another batch every
+step, packing included in the time.
 Beyond the project's own packages: --peers hf-liger needs liger-kernel (0.8.5: one wheel of pure Python, no dependencies but torch and
 triton), --peers trl needs trl, accelerate, datasets, dill, multiprocess, xxhash and pandas.
 """
@@ -18,13 +21,17 @@ import argparse
 import json
 import statistics
 import sys
-import time
+import tempfile
+from contextlib import nullcontext
+from itertools import cycle, repeat
 from pathlib import Path
 
 import bench_peers
 from bench_common import (
-    alone, choices_of, config_folder, gsm8k_lengths, machine, machine_words, one_rank, print_row, run_child, share_of_peak,
+    LEARNING_RATE, Timed, alone, choices_of, config_folder, gsm8k_lengths, machine, machine_words, one_rank, print_row, run_child,
+    share_of_peak, timed, token_rows, write_model,
 )
+from gpu_trace import gap_lines, gpu_time, read_events, trace_line
 from shapes import SHAPES
 
 PEERS = {"hf": bench_peers.hf, "hf-liger": bench_peers.hf_liger, "trl": bench_peers.trl}
@@ -33,6 +40,8 @@ DATA = ("fixed", "gsm8k-lengths")
 
 def main() -> None:
     args = parser().parse_args()
+    if args.trace and not args.profile:
+        parser().error("--trace is a trace of the step that --profile profiles")
     if args.part:
         return print_row(lambda: measure(args))
     found = {"machine": machine(), "command": " ".join(["bench_sft.py", *sys.argv[1:]]), "rows": []}
@@ -44,15 +53,25 @@ def main() -> None:
         for name in PHASES:
             say(args, f"{name:46s}{found['first_step'][name]:8.1f} s")
     else:
-        parts = [f"mfsdp:{data}" for data in args.data] + [f"{peer}:fixed" for peer in args.peers]
         say(args, machine_words(found["machine"]) + "\n" + HEADER)
-        for number, part in enumerate(parts):
-            environ = one_rank(29440 + number) if part.startswith("mfsdp") else alone()
-            row = {"contender": part} | run_child("bench_sft.py", part, sys.argv[1:], args.timeout, args.log, **environ)
-            found["rows"].append(row)
-            say(args, line(row))
+        with tempfile.TemporaryDirectory() as folder:
+            compare(args, [*sys.argv[1:], *(["--folder", folder] if args.peers else [])], found["rows"])
     if args.json:
         print(json.dumps(found, indent=1))
+
+
+def compare(args, given: list[str], rows: list[dict]) -> None:
+    """Run all contenders with the options `given`, print their lines and add them to `rows`."""
+    if args.peers and "failed" in (made := run_child("bench_sft.py", "model", given, args.timeout, args.log, **alone())):
+        return say(args, f"the weights: failed: {made['failed']}")
+    parts = [f"mfsdp:{data}" for data in args.data] + [f"{peer}:fixed" for peer in args.peers]
+    for number, part in enumerate(parts):
+        environ = one_rank(29440 + number) if part.startswith("mfsdp") else alone()
+        row = {"contender": part} | run_child("bench_sft.py", part, given, args.timeout, args.log, **environ)
+        rows.append(row)
+        say(args, line(row))
+        if row.get("gpu"):
+            say(args, f"{part}: {trace_line(row['gpu'])}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,12 +87,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=choices_of(DATA), default=["fixed"], help="of mfsdp: " + ",".join(DATA))
     parser.add_argument("--peers", type=choices_of(PEERS), default=[], help="any of " + ",".join(PEERS))
     parser.add_argument("--profile", action="store_true", help="also print the operators of mfsdp's step, by time, to stderr or --log")
+    parser.add_argument("--trace", type=Path, metavar="FILE.json.gz", help="with --profile: a Chrome trace, and how busy the GPU was")
     parser.add_argument("--time-to-first-step", action="store_true", help="instead: what `mfsdp sft` does until its first steps")
     parser.add_argument("--tflops", type=float, default=989.0, help="peak of the device (H100 and H200: 989 bfloat16)")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for each contender")
     parser.add_argument("--log", type=Path, help="file for the contenders' stderr")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
@@ -98,26 +119,28 @@ def say(args, text: str) -> None:
 
 def measure(args) -> dict:
     name, _, data = args.part.partition(":")
+    if name == "model":
+        return {"folder": str(write_model(args.folder, args.shape))}
     if name == "trl":
-        seconds, loss, device = bench_peers.trl(args)
-        steps = [(args.tokens // args.seq * args.seq, s) for s in seconds]
-    else:
-        mfsdp = name == "mfsdp"
-        step, device = ours(args.shape, args.tokens, args.seq, args.recompute, data, args.impl, args.lean) if mfsdp else PEERS[name](args)
-        steps, loss = timed(step, device, args.warmup, args.steps)
-    row = summary(args, steps, device) | {"loss": loss}
-    if name == "mfsdp":
-        row["predicted_gib"] = predicted_gib(args.shape, args.tokens, args.recompute, args.lean) if device.type == "cuda" else None
-        if args.profile:
-            print_profile(step)
+        return summary(args, bench_peers.trl(args))
+    if name != "mfsdp":
+        return summary(args, timed(*PEERS[name](args), args.warmup, args.steps))
+    step, device = ours(args.shape, args.tokens, args.seq, args.recompute, data, args.impl, args.lean, args.folder)
+    row = summary(args, timed(step, device, args.warmup, args.steps))
+    row["predicted_gib"] = predicted_gib(args.shape, args.tokens, args.recompute, args.lean) if device.type == "cuda" else None
+    if args.profile:
+        trace = args.trace if data == args.data[0] else None
+        row["gpu"] = profile_step(step, trace)
     return row
 
 
 LEAN = {"main_grads_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 
 
-def ours(shape: str, tokens: int, seq: int, recompute: str = "none", data: str = "fixed", impl: str = "auto", lean: bool = False):
-    """(step, device); step() -> (tokens, loss). The process group must not exist, or be that of one rank."""
+def ours(shape: str, tokens: int, seq: int, recompute: str = "none", data: str = "fixed", impl: str = "auto", lean: bool = False,
+         folder: Path | None = None):
+    """(step, device); step() -> (tokens, loss). The process group must not exist, or be that of one rank. Weights are those in `folder`,
+    or without one Megatron's own initial ones."""
     import numpy as np
     import torch
 
@@ -129,54 +152,37 @@ def ours(shape: str, tokens: int, seq: int, recompute: str = "none", data: str =
     settings = EngineSettings(recompute=recompute, dtype="bfloat16", transformer_impl=impl)
     here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     device = here if mpu.is_initialized() else init_distributed(settings, 600)
-    with config_folder(shape) as folder:
-        engine = MegatronEngine(folder, settings, OptimSettings(**(LEAN if lean else {})), device=device, load_weights=False)
-    random = np.random.default_rng(0)
+    with nullcontext(folder) if folder else config_folder(shape) as source:
+        engine = MegatronEngine(str(source), settings, OptimSettings(**(LEAN if lean else {})), device=device, load_weights=bool(folder))
 
-    def samples(lengths: list[int]) -> list[Sample]:
-        return [Sample(ids := random.integers(0, SHAPES[shape]["vocab_size"], n), ids >= 0, row) for row, n in enumerate(lengths)]
+    def samples(rows) -> list[Sample]:
+        return [Sample(ids, np.ones(len(ids), bool), number) for number, ids in enumerate(rows)]
 
-    fixed = data == "fixed"
-    batches = [samples([seq] * (tokens // seq))] if fixed else [samples(gsm8k_lengths(tokens, seed)) for seed in range(16)]
-    packed, count = pack(batches[0]), 0
+    if data == "fixed":
+        batches = repeat(pack(samples(token_rows(shape, tokens, seq))))
+    else:
+        random = np.random.default_rng(0)
+        drawn = [[random.integers(0, SHAPES[shape]["vocab_size"], n) for n in gsm8k_lengths(tokens, seed)] for seed in range(16)]
+        batches = (pack(samples(rows)) for rows in cycle(drawn))
 
     def step():
-        nonlocal count
-        batch = packed if fixed else pack(batches[count % len(batches)])
-        count += 1
+        batch = next(batches)
         num_targets = float(batch.target_mask.sum())
         loss = engine.forward_backward([batch], lambda log_probs, b: -(log_probs * b.target_mask).sum() / num_targets)
-        engine.optimizer_step(1e-5)
-        return batch.num_real_tokens, loss.item()
+        engine.optimizer_step(LEARNING_RATE)
+        return batch.num_real_tokens, loss
 
     return step, device
 
 
-def timed(step, device, warmup: int, steps: int) -> tuple[list[tuple[int, float]], float]:
-    """([(tokens, seconds)], last loss)"""
+def summary(args, found: Timed) -> dict:
     import torch
 
-    found = []
-    for number in range(warmup + steps):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        tokens, loss = step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if number >= warmup:
-            found.append((tokens, time.perf_counter() - started))
-    return found, loss
-
-
-def summary(args, steps: list[tuple[int, float]], device) -> dict:
-    import torch
-
-    rate = statistics.median(tokens / seconds for tokens, seconds in steps)
-    times = [1e3 * seconds for _, seconds in steps]
+    rate = found.tokens_per_s
     return {"tokens_per_s": rate, "share_of_peak": share_of_peak(args.shape, rate, args.tflops),
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
-            "ms_per_step": statistics.median(times), "slowest_ms": max(times), "tokens": [tokens for tokens, _ in steps]}
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+            "ms_per_step": 1e3 * statistics.median(found.each), "slowest_ms": 1e3 * max(found.each), "loss": found.loss,
+            "seconds": found.seconds, "tokens": found.tokens}
 
 
 def predicted_gib(shape: str, tokens: int, recompute: str, lean: bool = False) -> float:
@@ -188,13 +194,24 @@ def predicted_gib(shape: str, tokens: int, recompute: str, lean: bool = False) -
     return training_peak(model_shape(config), layout, tokens, recompute).total / 2**30
 
 
-def print_profile(step) -> None:
+def profile_step(step, trace: Path | None) -> dict | None:
+    """Profile one step; print its operators by time, and with `trace` write one and print the GPU's longest waits: all to stderr.
+    Returns `gpu_trace.gpu_time`, None without `trace` or GPU."""
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
         step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     for key in ("cuda_time_total", "self_cpu_time_total"):
         print(prof.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=70), file=sys.stderr)
+    if trace is None:
+        return None
+    prof.export_chrome_trace(str(trace))
+    if found := gpu_time(read_events(trace)):
+        print("\n".join(gap_lines(found)), file=sys.stderr)
+    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`mfsdp grpo` with vLLM on the trainer's GPU: the policy that samples is the policy that is trained, and it learns.
 
 One run shows all that one GPU can show. It starts from random weights and is to write digits, which takes no training beforehand:
-of some 430 tokens 10 are digits, so that about one response of 8 tokens in six has one.
+10 of some 430 tokens are digits, so that about one response of 8 tokens in six has one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from gpu_processes import ON_CPU, need_gpus, need_packages, watched
 from mfsdp_cli.train.metrics import read_metrics
 
 MISMATCH = 0.02  # nats a token, mean: bfloat16 kernels of two programs
-STEPS = 2 if ON_CPU else 20
+STEPS = 2 if ON_CPU else 12
 QUESTIONS, ANSWERS = (8, 2) if ON_CPU else (100, 4)  # of the validation
 BATCH = ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=4"] if ON_CPU else [
     "data.train_batch_size=64", "actor.ppo_mini_batch_size=64", "rollout.n=16", "actor.ppo_max_token_len_per_gpu=32768"]
 SAMPLER = ["engine.device=cpu", "engine.dtype=float32", "--rollout", "hf"] if ON_CPU else [
     "engine.device=cuda", "engine.dtype=bfloat16", "--rollout", "vllm", "rollout.gpu_memory_utilization=0.2", "rollout.enforce_eager=True"]
 REWARD = '''
-def has_a_digit(solution_str, **_):
-    return float(any(c in "0123456789" for c in solution_str))
+def digits(solution_str, **_):
+    count = sum(c in "0123456789" for c in solution_str)
+    return {"score": count / max(1, len(solution_str)), "acc": count > 0}
 '''
 
 
@@ -37,14 +38,15 @@ def started(tmp_path_factory):
     make_tiny_model(folder / "model", tied=False, **({} if ON_CPU else dict(hidden_size=256, num_layers=4, intermediate_size=512)))
     (folder / "reward.py").write_text(REWARD)
     print(f"{time.monotonic() - began:6.1f} s  model of random weights", flush=True)
-    watched("prep-data", "arithmetic", "--for", "rl", "-o", folder, "--rows", 16 if ON_CPU else 1280, "--test-rows", QUESTIONS, "-q")
+    watched("prep-data", "arithmetic", "--for", "rl", "-o", folder, "--rows", 16 if ON_CPU else 768, "--test-rows", QUESTIONS, "-q")
     return folder
 
 
 def grpo(folder, run_dir, *more, num_steps: int = STEPS) -> list[dict]:
     """Records of the run."""
-    files = ["--model", folder / "model", "--train-files", folder / "train.parquet", "--val-files", folder / "test.parquet", "--output", run_dir]
-    watched("grpo", "--preset", "grpo-tiny-cpu", *files, *BATCH, "--reward-fn", f"{folder / 'reward.py'}:has_a_digit",
+    files = ["--model", folder / "model", "--train-files", folder / "train.parquet", "--val-files", folder / "test.parquet",
+             "--output", run_dir]
+    watched("grpo", "--preset", "grpo-tiny-cpu", *files, *BATCH, "--reward-fn", f"{folder / 'reward.py'}:digits",
             f"trainer.total_training_steps={num_steps}", "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.logger=[console]",
             "data.max_response_length=8", "rollout.val_temperature=1.0", f"rollout.val_n={ANSWERS}", *SAMPLER, *more)
     return list(read_metrics(run_dir))
@@ -70,7 +72,7 @@ def mismatches(records) -> list[float]:
 def test_sampler_and_trainer_agree_before_and_after_updates(colocated):
     """Step 1 samples with the weights it began with; every later step with those of an update that came by CUDA IPC."""
     assert [r["weight_version"] for r in steps(colocated)] == list(range(1, STEPS + 1))
-    assert all(r["grad_norm"] > 0 for r in steps(colocated)[:3]) or ON_CPU  # updates that change something, until nothing is left to learn
+    assert all(r["grad_norm"] > 0 for r in steps(colocated)[:3]) or ON_CPU
     assert max(mismatches(colocated)) < MISMATCH
 
 
@@ -80,8 +82,8 @@ def test_the_pass_rate_rises(colocated):
     2.5 at most. The rise asked for is eight times that of a difference of two such rates, 3.5 at most."""
     rates = [r["val_pass_rate"] for r in colocated if "val_pass_rate" in r]
     training = [r["pass_rate"] for r in steps(colocated)]
-    print(f"pass rate on unseen questions {rates[0]:.3f} -> {rates[-1]:.3f}; of training answers at step 1 {training[0]:.3f}, in the last 5 "
-          f"{sum(training[-5:]) / len(training[-5:]):.3f}")
+    print(f"pass rate on unseen questions {rates[0]:.3f} -> {rates[-1]:.3f}; of training answers at step 1 {training[0]:.3f}, in the "
+          f"last 5 {sum(training[-5:]) / len(training[-5:]):.3f}")
     assert len(rates) == 2
     if not ON_CPU:
         assert 0.05 < rates[0] < 0.6, "the start must leave something to learn"
