@@ -59,8 +59,8 @@ def hf_liger(args):
     return hf(args, liger=True)
 
 
-def trl(args) -> tuple[Timed, object]:
-    """(times, device): its own trainer and loop, from one end of a step to the next, with the same rows in every step."""
+def trl(args) -> Timed:
+    """Its own trainer and loop, from one end of a step to the next, with the same rows in every step."""
     from datasets import Dataset
     from make_tiny_model import make_tokenizer
     from transformers import TrainerCallback
@@ -95,4 +95,4 @@ def trl(args) -> tuple[Timed, object]:
                           processing_class=make_tokenizer(min(2048, SHAPES[args.shape]["vocab_size"] - 9)))
         trainer.train()
         seconds, each = clock.stop()
-    return Timed([ids.size] * args.steps, seconds, each, float(trainer.last_loss)), device
+    return Timed([ids.size] * args.steps, seconds, each, float(trainer.last_loss))
