@@ -13,9 +13,10 @@ from mfsdp_cli.engine.layers import PackedPositions
 from mfsdp_cli.engine.vocab_parallel import label_log_probs
 from mfsdp_cli.types import PackedBatch
 
-# Logits are formed in pieces, and formed again in the backward pass, when all of them would be more than this many
-# numbers: 2^31 are 4 GiB in bfloat16.
-MOST_LOGITS = 2**31
+# Numbers that are kept for the backward pass, 8 GiB in bfloat16; where all logits would be more, they are formed again in it.
+MOST_LOGITS = 2**32
+# Above 2^31 numbers kernels count with 64 bits, and are slower: then, and when they are formed again, as many at a time.
+PIECE = 2**29
 
 
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
@@ -66,8 +67,8 @@ def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, vocab_siz
         return torch.stack(label_log_probs(logits if temperature == 1.0 else logits / temperature, labels, vocab_size))
 
     columns = output_layer.output_size_per_partition
-    tokens = max(1, MOST_LOGITS // 4 // columns)
-    if len(labels_T) * columns <= MOST_LOGITS:
+    numbers = len(labels_T) * columns
+    if numbers <= min(4 * PIECE, MOST_LOGITS):
         return piece(hidden_TH, labels_T)
     split_sequence = output_layer.sequence_parallel
     if split_sequence:
@@ -82,5 +83,8 @@ def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, vocab_siz
         finally:
             output_layer.sequence_parallel = split_sequence
 
+    tokens = max(1, PIECE // columns)
     pieces = zip(hidden_TH.split(tokens), labels_T.split(tokens))
+    if numbers <= MOST_LOGITS:
+        return torch.cat([part(h, y) for h, y in pieces], dim=1)
     return torch.cat([checkpoint(part, h, y, use_reentrant=False) for h, y in pieces], dim=1)

@@ -119,6 +119,26 @@ def residual_add(training: bool, fused: bool):
     return add
 
 
+class _FlashAttention(torch.autograd.Function):
+    """Causal, as torch.nn.attention.varlen.varlen_attn, whose two custom operators take the CPU longer than a small layer takes the GPU."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens, longest, scale):
+        out, lse, rng, _, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, True, False, scale=scale)
+        ctx.save_for_backward(q, k, v, out, lse, rng, cu_seqlens)
+        ctx.longest, ctx.scale = longest, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse, rng, cu_seqlens = ctx.saved_tensors
+        unused = torch.empty(0, device=grad.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, lse, cu_seqlens, cu_seqlens, ctx.longest, ctx.longest, 0.0, True, rng, unused, scale=ctx.scale)
+        return *grads, None, None, None
+
+
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each sequence of a packed batch.
 
@@ -140,12 +160,7 @@ class PackedAttention(torch.nn.Module):
         return attend(query, key, value, packed_seq_params).flatten(1)
 
     def _varlen(self, q, k, v, packed):
-        from torch.nn.attention.varlen import varlen_attn
-
-        return varlen_attn(
-            q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-            scale=self.scale, window_size=(-1, 0),
-        )
+        return _FlashAttention.apply(q, k, v, packed.cu_seqlens_q, packed.max_seqlen_q, self.scale)
 
     def _one_by_one(self, q, k, v, packed):
         outputs = []

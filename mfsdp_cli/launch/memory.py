@@ -17,7 +17,8 @@ from mfsdp_cli.config.parameters import (
 from mfsdp_cli.records import Record
 
 FP32 = 4
-MOST_LOGITS = 2**31  # engine.forward.MOST_LOGITS: more numbers than these are formed in pieces of a quarter of it
+MOST_LOGITS = 2**32  # engine.forward: more numbers than these are formed again in the backward pass, PIECE at a time
+PIECE = 2**29
 PREFETCH = 500_000_000  # F/megatron_fsdp.py:443-448: elements gathered ahead; the "cap" there is a floor
 REDUCE_QUEUE = 1_000_000_000  # likewise: elements whose gradients may wait for their reduction
 CONTEXT = int(0.6 * 2**30)  # CUDA context and kernels of one process: an allowance
@@ -177,7 +178,7 @@ def after_the_layers(shape: Shape, layout: Layout) -> int:
 def logits(shape: Shape, layout: Layout, tokens: int, temperature: float = 1.0) -> int:
     """Logits of a micro batch when the loss goes backward, in the computing dtype; their gradient overwrites them.
 
-    0 above MOST_LOGITS: they are formed in pieces then, and again in the backward pass. A temperature other than 1 divides into a
+    0 above MOST_LOGITS: they are formed again in the backward pass then. A temperature other than 1 divides into a
     second tensor.
     """
     if piece_of_logits(shape, layout, tokens):
@@ -186,11 +187,11 @@ def logits(shape: Shape, layout: Layout, tokens: int, temperature: float = 1.0) 
 
 
 def piece_of_logits(shape: Shape, layout: Layout, tokens: int, temperature: float = 1.0) -> int:
-    """The piece that is formed again, MOST_LOGITS / 4 numbers (engine.forward._label_log_probs); 0 when all are formed at once."""
+    """The piece that is formed again, PIECE numbers (engine.forward._label_log_probs); 0 when all are kept."""
     columns = _columns(shape, layout)
     if tokens * columns <= MOST_LOGITS:
         return 0
-    return max(1, MOST_LOGITS // 4 // columns) * columns * layout.width * (1 if temperature == 1.0 else 2)
+    return max(1, PIECE // columns) * columns * layout.width * (1 if temperature == 1.0 else 2)
 
 
 def _columns(shape: Shape, layout: Layout) -> int:

@@ -1,4 +1,4 @@
-"""Logits formed in pieces, and again in the backward pass: the same step, and never more than one piece of them in memory."""
+"""Logits formed in pieces, kept or formed again in the backward pass: the same step, and when formed again never more than one piece in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 BATCH = conversations(0)
 
-def train(model, layout: Layout, most_logits: int | None):
+def train(model, layout: Layout, most_logits: int | None, piece: int = 0):
     from mfsdp_cli.engine import forward
 
     alive: list[weakref.ref] = []
@@ -26,7 +26,7 @@ def train(model, layout: Layout, most_logits: int | None):
 
     forward.label_log_probs = watched
     if most_logits:
-        forward.MOST_LOGITS = most_logits
+        forward.MOST_LOGITS, forward.PIECE = most_logits, piece
     engine = build(model, layout)
     before = packed_log_probs(engine, BATCH)
     alive.clear()
@@ -39,11 +39,13 @@ def train(model, layout: Layout, most_logits: int | None):
 def test_pieces_change_nothing_and_do_not_pile_up(tiny, layout):
     at_once = run_ranks(layout.ranks, train, tiny("qwen2"), layout, None)
     columns = 512 // layout.tp
-    in_pieces = run_ranks(layout.ranks, train, tiny("qwen2"), layout, 16 * columns)  # so 4 tokens a piece
-    for (before, stepped, after, formed, most), (before_p, stepped_p, after_p, formed_p, most_p) in zip(at_once, in_pieces, strict=True):
-        for mine, theirs in zip(before_p, before, strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
-        np.testing.assert_allclose(stepped_p, stepped, rtol=1e-6)
-        assert largest_difference(after_p, after) < 1e-6
+    again, kept = (run_ranks(layout.ranks, train, tiny("qwen2"), layout, most * columns, 4 * columns) for most in (4, 1000))
+    for (before, stepped, after, formed, most), *others in zip(at_once, again, kept, strict=True):
         assert (formed, most) == (1, 1)
-        assert formed_p > 2 * (20 // 4) and most_p == 1  # each is formed twice
+        assert others[0][3] == 2 * others[1][3] and others[0][4] == 1  # each is formed twice
+        assert others[1][3] == others[1][4] > 20 // 4
+        for before_p, stepped_p, after_p, *_ in others:
+            for mine, theirs in zip(before_p, before, strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+            np.testing.assert_allclose(stepped_p, stepped, rtol=1e-6)
+            assert largest_difference(after_p, after) < 1e-6

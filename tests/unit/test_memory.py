@@ -87,7 +87,7 @@ def function_of_the_engine(name: str, file: str):
 def test_the_engine_s_own_rules_are_the_same():
     pad = function_of_the_engine("padded_vocab_size", "megatron.py")
     assert all(padded_vocab(vocab, tp) == pad(vocab, tp) for vocab in (509, 512, 32001, 151936) for tp in (1, 2, 3, 4, 8))
-    assert padded_vocab(509, 2) == 512 and memory.MOST_LOGITS == function_of_the_engine("MOST_LOGITS", "forward.py")
+    assert padded_vocab(509, 2) == 512 and all(getattr(memory, name) == function_of_the_engine(name, "forward.py") for name in ("MOST_LOGITS", "PIECE"))
 
 
 # ---------------------------------------------------------------- terms
@@ -148,9 +148,9 @@ def test_logits_by_hand():
     assert memory.piece_of_logits(TINY, ONE, 100) == 0 and memory.logits(TINY, ONE, 100, temperature=0.7) == 204800
     assert memory.logits(TINY_QWEN3, Layout(tp=2), 10) == 10 * 256 * 2
     large = benchmark("1.5b")  # 2^31 numbers are 14,134 tokens of 151,936; a piece has 2^29 // 151,936 = 3,533
-    assert memory.piece_of_logits(large, ONE, 14134) == 0
-    assert memory.piece_of_logits(large, ONE, 14135) == 3533 * 151936 * 2 and memory.logits(large, ONE, 14135) == 0
-    assert memory.piece_of_logits(large, ONE, 14135, temperature=0.7) == 2 * 3533 * 151936 * 2
+    assert memory.piece_of_logits(large, ONE, 28268) == 0
+    assert memory.piece_of_logits(large, ONE, 28269) == 3533 * 151936 * 2 and memory.logits(large, ONE, 28269) == 0
+    assert memory.piece_of_logits(large, ONE, 28269, temperature=0.7) == 2 * 3533 * 151936 * 2
 
 
 def test_peak_of_a_small_model_by_hand():
