@@ -21,6 +21,7 @@ from pathlib import Path
 from shapes import SHAPES, write_config
 
 BLOCK = 64 << 20
+CONTENTS = ["model", "optimizer", "extra"]
 
 
 def main() -> None:
@@ -50,11 +51,11 @@ def measure(args) -> None:
         for number in range(args.repeats):
             target = folder / f"save-{number}"
             with phase(f"save {number + 1}") as save:
-                with parts({"tensors and their places": (dtensor, "_state"), "write and flush": (dtensor.dcp, "save")}):
-                    _, files = dtensor.save(engine, target, ["model", "optimizer", "extra"])
+                with parts({"tensors and their places": (dtensor, "collect"), "write and flush": (dtensor.dcp, "save")}):
+                    _, files = dtensor.write(dtensor.collect(engine, CONTENTS), target)
             num_bytes = sum(entry["bytes"] for entry in files.values())
             with phase(f"load {number + 1}") as load:
-                dtensor.load(engine, target, ["model", "optimizer", "extra"])
+                dtensor.load(engine, target, CONTENTS)
             mine = num_bytes // dist.get_world_size()
             with phase("plain write and flush") as plain_write:
                 write_plain(folder / f"plain-{dist.get_rank()}", mine)

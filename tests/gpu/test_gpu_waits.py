@@ -39,6 +39,7 @@ def waits_of_update(model) -> dict[str, list[str]]:
 
 
 def waits(call, set_mode) -> list[str]:
+    """Of torch's warnings those of a wait; another one says, when the mode is set, that it is a prototype."""
     call(), call()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -47,7 +48,7 @@ def waits(call, set_mode) -> list[str]:
             call()
         finally:
             set_mode("default")
-    return [f"{w.filename}:{w.lineno} {w.message}" for w in caught if "synchronizing" in str(w.message)]
+    return [f"{w.filename}:{w.lineno} {w.message}" for w in caught if "called a synchronizing" in str(w.message)]
 
 
 def test_an_update_and_a_pass_for_log_probs_wait_once(one_rank, model):
