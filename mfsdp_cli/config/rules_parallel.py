@@ -224,6 +224,18 @@ def transformer_engine(s, f) -> Iterator[Problem]:
                       code=MACHINE_UNFIT)
 
 
+@rule("selective-needs-dense", "what engine.recompute=selective leaves out is there: the MLP of a dense model in our own layers",
+      "mfsdp, engine/layers.py, ForgetfulLinear", fix="engine.recompute=full, or none")
+def selective_recomputation(s, f) -> Iterator[Problem]:
+    if s.engine.recompute != "selective":
+        return
+    if is_moe(f.model_config):
+        yield Problem("engine.recompute", "selective", "the layers of a mixture of experts have no such MLP", "engine.recompute=full, or none")
+    elif s.engine.transformer_impl == "transformer_engine":
+        yield Problem("engine.recompute", "selective", "TransformerEngine's layers keep the output of SwiGLU",
+                      "engine.transformer_impl=local, or engine.recompute=full")
+
+
 @rule("cp-needs-te", "context parallelism has TransformerEngine's attention",
       "megatron-core 0.19.2 transformer/dot_product_attention.py:57-59", fix="engine.context_parallel_size=1")
 def context_parallel_layers(s, f) -> Iterator[Problem]:

@@ -63,9 +63,10 @@ class EngineSettings(Section):
     sequence_parallel: bool | None = opt(None, "split activations between the matrices along the sequence; null: when TP > 1")
     dtype: str = opt("bfloat16", "parameters and activations; master weights, gradients and Adam moments are float32", choices=DTYPES)
     device: str = opt("auto", "auto: cuda when nvidia-smi lists a GPU, else cpu", choices=("auto", "cuda", "cpu"))
-    transformer_impl: str = opt("auto", "layers: TransformerEngine's when installed (auto), or ours (local)",
+    transformer_impl: str = opt("auto", "layers: ours (local), or TransformerEngine's; auto: the latter for experts, if installed",
                                 choices=("auto", "local", "transformer_engine"))
-    recompute: str = opt("none", "activation recomputation: full recomputes each layer in the backward pass", choices=("none", "full"))
+    recompute: str = opt("none", "what is computed again in the backward pass to save memory: SwiGLU's output (selective), or each layer (full)",
+                         choices=("none", "selective", "full"))
     param_offload: bool = opt(False, "not supported with Megatron-FSDP: must stay False")
     optimizer_offload: bool = opt(False, "not supported with Megatron-FSDP: must stay False")
     override_transformer_config: dict = opt({}, "fields of Megatron's TransformerConfig to set as given")

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -105,7 +107,30 @@ class SwiGLU(torch.nn.Module):
         assert config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0, "a clamp or an offset is not implemented"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _SwiGLU.apply(x)
+        product = _SwiGLU.apply(x)
+        product.gate_and_up = x.detach()
+        return product
+
+
+class ForgetfulLinear(RowParallelLinear):
+    """Keeps of its input, which is SwiGLU's product, nothing for the backward pass, and makes it again there from gate and up, which SwiGLU
+    keeps anyway (engine.recompute=selective)."""
+
+    def forward(self, product: torch.Tensor):
+        gate_and_up, place = product.gate_and_up, product.data_ptr()
+
+        def pack(tensor):
+            return None if tensor.data_ptr() == place and tensor.numel() == product_numel else tensor
+
+        def unpack(kept):
+            return formulas.on(gate_and_up.device).swiglu(gate_and_up) if kept is None else kept
+
+        product_numel = product.numel()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return super().forward(product)
+
+
+AutoMapping.register_module_type(ForgetfulLinear.__name__, "row")  # Bridge goes by the names of classes
 
 
 def residual_add(training: bool, fused: bool):
@@ -172,8 +197,9 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(outputs)
 
 
-def packed_layer_spec(config) -> TransformerBlockSubmodules:
-    """Megatron-Core's local layer spec with our attention core and norms. `config` is Bridge's GPTModelProvider."""
+def packed_layer_spec(config, forgetful: bool = False) -> TransformerBlockSubmodules:
+    """Megatron-Core's local layer spec with our attention core, norms and activation. `config` is Bridge's GPTModelProvider; `forgetful`
+    as ForgetfulLinear."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
@@ -181,7 +207,9 @@ def packed_layer_spec(config) -> TransformerBlockSubmodules:
         setattr(spec.submodules, name, RMSNorm)
     spec.submodules.self_attn_bda = spec.submodules.mlp_bda = residual_add
     if not config.num_moe_experts:
-        spec.submodules.mlp.keywords["submodules"].activation_func = SwiGLU
+        mlp = spec.submodules.mlp.keywords["submodules"]
+        mlp.activation_func = SwiGLU
+        mlp.linear_fc2 = ForgetfulLinear if forgetful else mlp.linear_fc2
     spec.submodules.self_attention.module = PackedSelfAttention
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -244,16 +245,18 @@ def _sequence_parallel(settings: EngineSettings) -> bool:
     return tp > 1 if settings.sequence_parallel is None else settings.sequence_parallel
 
 
-def use_transformer_engine(settings: EngineSettings, on_cpu: bool) -> bool:
+def use_transformer_engine(settings: EngineSettings, has_experts: bool, on_cpu: bool) -> bool:
+    """auto: for experts, which Megatron's local layers compute one by one. In a dense model ours are faster (docs/performance.md)."""
     if settings.transformer_impl == "transformer_engine" and not bridging.HAVE_TRANSFORMER_ENGINE:
         raise ValueError("engine.transformer_impl is transformer_engine, but TransformerEngine cannot be imported")
-    return bridging.HAVE_TRANSFORMER_ENGINE and settings.transformer_impl != "local" and not on_cpu
+    wanted = settings.transformer_impl == "transformer_engine" or settings.transformer_impl == "auto" and has_experts
+    return bridging.HAVE_TRANSFORMER_ENGINE and wanted and not on_cpu
 
 
 def build_provider(bridge, settings: EngineSettings, vocab_rows: int, on_cpu: bool):
     """Bridge's provider (a TransformerConfig that builds the model) with our layout, precision and layers in it."""
     provider = bridge.to_megatron_provider(load_weights=False)
-    transformer_engine = use_transformer_engine(settings, on_cpu)
+    transformer_engine = use_transformer_engine(settings, bool(provider.num_moe_experts), on_cpu)
     overrides = {
         "tensor_model_parallel_size": settings.tensor_model_parallel_size,
         "pipeline_model_parallel_size": 1,
@@ -282,7 +285,8 @@ def build_provider(bridge, settings: EngineSettings, vocab_rows: int, on_cpu: bo
     if not transformer_engine:
         from mfsdp_cli.engine.layers import packed_layer_spec
 
-        overrides |= {"transformer_layer_spec": packed_layer_spec, "persist_layer_norm": False, "apply_rope_fusion": False, "masked_softmax_fusion": False}
+        layers = partial(packed_layer_spec, forgetful=settings.recompute == "selective")
+        overrides |= {"transformer_layer_spec": layers, "persist_layer_norm": False, "apply_rope_fusion": False, "masked_softmax_fusion": False}
         if provider.num_moe_experts:
             overrides |= {"moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False}
         else:

@@ -135,7 +135,7 @@ def waiting_gradients(shape: Shape, layout: Layout, done: int) -> int:
 # --- what a micro batch needs -------------------------------------------------------------------------------------------
 
 
-def saved_by_layer(shape: Shape, layout: Layout) -> int:
+def saved_by_layer(shape: Shape, layout: Layout, forgets_product: bool = False) -> int:
     """Bytes a token that one layer keeps for its backward pass (local layers, engine.layers; flash attention).
 
     By element: input and output of the two norms (4 h, / split; the first input is the layer's own, the second the residual);
@@ -144,7 +144,8 @@ def saved_by_layer(shape: Shape, layout: Layout) -> int:
     log-sum-exp of each head, one root mean square a norm.
     Of experts, instead of the MLP: each token's copy for each chosen expert, and gate, up and product there
     (chosen x (h + 3 f), / split), if all ranks get equally many; router logits, probabilities and map, float32 (3 e).
-    Dropout is 0 and saves no mask; the rotary table is shared by all layers.
+    Dropout is 0 and saves no mask; the rotary table is shared by all layers. With engine.recompute=selective a dense layer keeps no
+    product of gate and up (engine.layers.ForgetfulLinear).
     """
     q, kv, h, f = shape.query, shape.key_value, shape.hidden, shape.ffn
     attention = 3 * (q + kv) + (q + kv if shape.qk_norm else 0)
@@ -153,7 +154,7 @@ def saved_by_layer(shape: Shape, layout: Layout) -> int:
     if shape.experts:
         mlp = layout.width * shape.chosen * (h + 3 * f) / layout.split + FP32 * 3 * shape.experts / layout.split
     else:
-        mlp = layout.width * 3 * f / layout.tp
+        mlp = layout.width * (2 if forgets_product else 3) * f / layout.tp
     return math.ceil(layout.width * (4 * h / layout.split + attention / layout.tp) + mlp + numbers)
 
 
@@ -216,8 +217,8 @@ def training_peak(shape: Shape, layout: Layout, tokens: int, recompute: str = "n
         "parameters": weights(shape, layout), "master weights": master_weights(shape, layout), "gradients": gradients(shape, layout),
         "moments": moments(shape, layout), "gathered weights": gathered_weights(shape, layout),
     }
-    full = recompute == "full"
-    saved = saved_by_recomputation(shape, layout) if full else saved_by_layer(shape, layout)
+    whole = saved_by_layer(shape, layout)
+    saved = {"none": whole, "selective": saved_by_layer(shape, layout, True), "full": saved_by_recomputation(shape, layout)}[recompute]
     matrix = vocab_matrix(shape, layout.tp) * layout.width  # gradient of embedding or output layer, before it is added to its buffer
     piece = piece_of_logits(shape, layout, tokens, temperature)
 
@@ -230,8 +231,7 @@ def training_peak(shape: Shape, layout: Layout, tokens: int, recompute: str = "n
                     after_the_layers(shape, layout) * tokens + max(0, matrix - piece))]
     # A tied matrix gets its gradient from the output layer first, and waits for the embedding's.
     tied = matrix if shape.tied else 0
-    again = saved_by_layer(shape, layout) - saved if full else 0  # the layer at work is computed again, from the input that was kept
-    work = (layer_at_work(shape, layout) + again) * tokens
+    work = (layer_at_work(shape, layout) + whole - saved) * tokens  # what was not kept of the layer at work is computed again
     for done in turning_points(shape, layout):
         layer = shape.layers - done + 1
         found.append(moment(f"backward of layer {layer}", layer, waiting_gradients(shape, layout, done), 0, work + tied))

@@ -137,6 +137,8 @@ SHARED = {
                                facts=config(QWEN3_MOE, num_experts=12)),
     "te-required": Case(bad_facts={"versions": VERSIONS}, good_facts={"versions": TE},
                         settings={"engine__transformer_impl": "transformer_engine"}),
+    "selective-needs-dense": Case({"engine__transformer_impl": "transformer_engine"}, {"engine__transformer_impl": "auto"},
+                                  settings={"engine__recompute": "selective"}, facts={"versions": TE}),
     "cp-needs-te": Case({"engine__transformer_impl": "local"}, {"engine__transformer_impl": "auto"},
                         settings={"engine__context_parallel_size": 2}),
     "cp-must-be-1": Case({"engine__context_parallel_size": 2}, {"engine__context_parallel_size": 1}),
