@@ -73,19 +73,31 @@ def make_sampler(settings: RolloutSettings, model_dir: str | Path, shapes: dict[
     model_dir: configuration and tokenizer; shapes: name -> shape of the tensors that every update must bring; dtype bfloat16 | float32;
     device cpu | cuda; max_model_len: longest prompt and its response, tokens.
     Raises MfsdpError if vLLM is asked for and cannot be imported, or is built for another device."""
+    made_by = sampler_class(settings.name)
     if settings.name == "hf":
+        return made_by(model_dir, shapes, dtype, device, max_model_len, settings.max_num_seqs, trust_remote_code)
+    return made_by(settings, model_dir, shapes, dtype, device, max_model_len, trust_remote_code)
+
+
+def sampler_class(name: str) -> type:
+    """The class of a sampler, vllm | hf, once all that it is made of is imported: most of a sampler's start, and neither the model nor
+    the GPU is touched. Raises MfsdpError if vLLM is asked for and cannot be imported."""
+    if name == "hf":
+        from transformers.models.auto import modeling_auto  # noqa: F401
+
         from mfsdp_cli.rollout.hf import HfSampler
 
-        return HfSampler(model_dir, shapes, dtype, device, max_model_len, settings.max_num_seqs, trust_remote_code)
-    assert settings.name == "vllm", settings.name
+        return HfSampler
+    assert name == "vllm", name
     try:
-        import vllm  # noqa: F401
+        from vllm import LLM  # noqa: F401: the package alone imports next to nothing
+        from vllm.v1.worker import gpu_worker  # noqa: F401: the engine would import it later; the CPU's worker is one too
     except ImportError as error:
         why = f"vLLM cannot be imported: {error}"
         raise MfsdpError(Problem("rollout.name", "vllm", why, "install it, or set rollout.name=hf", code=MACHINE_UNFIT)) from error
     from mfsdp_cli.rollout.vllm import VllmSampler
 
-    return VllmSampler(settings, model_dir, shapes, dtype, device, max_model_len, trust_remote_code)
+    return VllmSampler
 
 
 def response_seed(seed: int, step: int, prompt_row: int, index: int) -> int:

@@ -42,8 +42,8 @@ def train(settings: GrpoSettings, run_dir: Path, process: RankProcess) -> None:
     trainer, reward = settings.trainer, settings.reward
     on_gpu = settings.engine.device != "cpu" and torch.cuda.is_available()
     with RewardPool(reward.num_workers, reward.timeout_s, reward.name, reward.function) as pool:
-        pool.self_test()
         with Cluster(settings, run_dir, process.attempt_dir, on_gpu) as cluster:
+            pool.self_test()  # its workers have started while Ray did
             with Run(settings, run_dir, process, cluster, pool) as run:
                 run.sync_weights()
                 with MetricsLog(run_dir, trainer.logger, trainer.project_name, trainer.experiment_name, to_dict(settings), True, run.step) as log:
@@ -102,14 +102,15 @@ class Run:
         self.step, self.samples_consumed, self.saved = state["step"], state["samples_consumed"], state["resumed_from"]
         self.rollout = state["rollout"]
         source = state["source"]
+        shapes = source.tensor_shapes()
+        process.say(f"starting {cluster.num_samplers} samplers ({settings.rollout.name}) …")
+        cluster.start_samplers(str(source.folder), shapes)
         self.open_data(str(source.folder))
         self.total_steps, self.stream = self.step, None
         if self.train_prompts is not None:
             self.total_steps = trainer.total_training_steps or trainer.total_epochs * (len(self.train_prompts) // data.train_batch_size)
             self.stream = BatchStream(self.train_prompts, data.train_batch_size, trainer.seed, data.shuffle, self.samples_consumed)
-        process.say(f"starting {cluster.num_samplers} samplers ({settings.rollout.name}) …")
-        shapes = source.tensor_shapes()
-        cluster.start_samplers(str(source.folder), shapes)
+        cluster.samplers_started()
         self.weights = weight_sync(settings, cluster, run_dir, shapes)
         self.num_updates = 0  # weight updates that the samplers have had; they start without weights
 

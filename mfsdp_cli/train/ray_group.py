@@ -70,6 +70,13 @@ class SamplerActor(_Actor):
         super().__init__(attempt_dir, f"sampler{number}")
         self.settings = settings
 
+    def prepare(self) -> None:
+        """All imports, while the trainers load the model; what they leave on a shared GPU is known only to `start`."""
+        with self.process.last_word():
+            from mfsdp_cli.rollout.base import sampler_class
+
+            sampler_class(self.settings.rollout.name)
+
     def start(self, model_dir: str, shapes: dict, max_model_len: int) -> None:
         with self.process.last_word():
             import torch
@@ -163,13 +170,17 @@ class Cluster:
                 options["num_gpus"] = tp if apart else 0
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
             self.samplers.append(SamplerActor.options(**options).remote(attempt, self.settings, number))
+        self.preparing = [s.prepare.remote() for s in self.samplers]
         self.head = nodes[0]
 
     # --- the trainer ranks ----------------------------------------------------------------------------------------
 
     def start_trainers(self) -> dict:
+        """Where the run stands, from rank 0. The samplers import meanwhile; what they cannot import is told at once."""
         address, port = self.free_address()
-        return self.on_ranks("start", f"tcp://{address}:{port}", what="the trainer ranks to load the model", limit_s=self.limit_s)[0]
+        refs = [t.call.remote("start", f"tcp://{address}:{port}") for t in self.trainers]
+        what = f"the trainer ranks to load the model, and the samplers to import {self.settings.rollout.name}"
+        return wait(refs + self.preparing, what, self.limit_s)[0]
 
     def on_ranks(self, method: str, *args, what: str = "", limit_s: float | None = None) -> list:
         """Call a method of `TrainerRank` on all ranks; their results in order."""
@@ -197,10 +208,13 @@ class Cluster:
     # --- the samplers ---------------------------------------------------------------------------------------------
 
     def start_samplers(self, model_dir: str, shapes: dict) -> None:
-        """They have no weights yet; see `make_sampler`."""
+        """Once the trainers have what they need of the GPUs; `samplers_started` waits. They have no weights yet; see `make_sampler`."""
         data = self.settings.data
         length = data.max_prompt_length + data.max_response_length
-        wait([s.start.remote(model_dir, shapes, length) for s in self.samplers], f"{self.num_samplers} samplers to start", self.limit_s)
+        self.starting = [s.start.remote(model_dir, shapes, length) for s in self.samplers]
+
+    def samplers_started(self) -> None:
+        wait(self.starting, f"{self.num_samplers} samplers to start", self.limit_s)
 
     def begin_sampling(self, prompts: list, sampling: Sampling, seeds: list[int]) -> list:
         """Start to sample, prompts dealt to the samplers in order; `finish_sampling` waits. seeds: n a prompt, row by row."""

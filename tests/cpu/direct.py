@@ -36,6 +36,9 @@ class Direct:
         data = self.settings.data
         self.sampler = make_sampler(self.settings.rollout, *args, self.settings.engine.dtype, "cpu", data.max_prompt_length + data.max_response_length)
 
+    def samplers_started(self) -> None:
+        """`start_samplers` waits."""
+
     def begin_sampling(self, prompts, sampling, seeds) -> list:
         return self.sampler.generate(prompts, sampling, seeds)  # at once: an actor, too, does so before a later update of its weights
 
