@@ -2,8 +2,8 @@
 
 Each term is a function whose docstring names the tensor or buffer it stands for. Sources: F is
 megatron/core/distributed/fsdp/src/megatron_fsdp of megatron-core 0.19.2; `engine` is ours. The terms up to `Peak` are
-what torch.cuda.max_memory_allocated counts, and follow from the code alone: nothing is fitted. Four peaks measured on an
-H200 (DP 1; 0.5B, 1.5B twice, 3B; README, Measured) lie within 1 % of them; DP, TP and EP above 1 and experts have not
+what torch.cuda.max_memory_allocated counts, and follow from the code alone: nothing is fitted. Five peaks measured on an
+H200 (DP 1; 0.5B and 1.5B twice, 7B; docs/performance.md) lie within 3 % of them; DP, TP and EP above 1 and experts have not
 been measured. `OUTSIDE` are allowances for what torch does not count.
 """
 
