@@ -73,7 +73,10 @@ def test_log_probs_are_as_near_to_float32_as_those_of_transformers(one_rank, mod
     assert len(exact) == sum(LENGTHS) - len(LENGTHS) and np.isfinite(found["ours"]).all()
     assert errors["ours"].mean() < 1.5 * errors["hf bfloat16"].mean()
     assert errors["ours"].max() < 3 * errors["hf bfloat16"].max()  # one token of thousands: its spread is wider
-    assert errors["ours"].mean() < 0.02  # nats; bfloat16 has 8 bits, logits are about 1
+    # The peer's own error must be rounding too. Some 100 results are rounded on the way to a logit, each by 2^-9 of itself at most: were
+    # they all as large as the logits, 2 % of these together. Attention scaled by 1.1 makes 17 % of the spread, GELU for SiLU 22 %,
+    # rotary frequencies off by 2 % make 60 % (transformers, float32, this model).
+    assert max(e.mean() for e in errors.values()) < 0.05 * exact.std()
 
 
 # ---------------------------------------------------------------- attention
