@@ -1,23 +1,18 @@
 """Megatron-Bridge, imported without TransformerEngine when there is none, and what goes through it: the model's
 configuration and weights in, weights out.
 
-Import order matters. megatron.core must decide whether TransformerEngine is there before a stand-in for it exists;
-megatron.bridge (0.6.2) imports `transformer_engine.pytorch` unconditionally in peft/lora_layers.py, so without
-TransformerEngine an empty stand-in is put into sys.modules for the length of that import.
+Import order matters: megatron.core must decide whether TransformerEngine is there before a stand-in for it exists (`lean`).
 """
 
 from __future__ import annotations
 
-import importlib.machinery
 import re
-import sys
-import types
 from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 
-from mfsdp_cli.engine import cpu
+from mfsdp_cli.engine import cpu, lean
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
 
 ON_CPU = not torch.cuda.is_available()
@@ -25,56 +20,28 @@ if ON_CPU:
     cpu.install()
 
 # These decide "is TransformerEngine there?" at import, and must be asked before the stand-in exists.
-import megatron.core.distributed  # noqa: E402
-import megatron.core.extensions.transformer_engine as _te_extension  # noqa: E402
-import megatron.core.models.backends  # noqa: E402
-import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
-import megatron.core.optimizer  # noqa: E402
+with lean.compiled_when_called():
+    import megatron.core.distributed
+    import megatron.core.extensions.transformer_engine as _te_extension
+    import megatron.core.models.backends
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer
 
 HAVE_TRANSFORMER_ENGINE = bool(_te_extension.HAVE_TE)
 
 
-class _Absent(torch.nn.Module):
-    def __init__(self, *args, **kwargs):
-        raise RuntimeError("TransformerEngine is not installed")
-
-
-class _StandIn(types.ModuleType):
-    """A module in which every public name is a class that cannot be built."""
-
-    __version__ = "0.0.0"
-    __path__: list = []
-
-    def __init__(self, name):
-        super().__init__(name)
-        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return sys.modules.get(f"{self.__name__}.{name}") or type(name, (_Absent,), {})
-
-
 def _import_auto_bridge():
-    if HAVE_TRANSFORMER_ENGINE:
-        from megatron.bridge import AutoBridge
+    lean.empty_packages()
+    with lean.stand_ins(HAVE_TRANSFORMER_ENGINE):
+        import megatron.bridge.peft.lora
+        import megatron.bridge.peft.utils
+        from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
-        return AutoBridge
-    names = ["transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops"]
-    for name in names:
-        sys.modules[name] = _StandIn(name)
-    try:
-        from megatron.bridge import AutoBridge
-    finally:
-        for name in names:
-            del sys.modules[name]
-    import megatron.bridge.peft.lora
-    import megatron.bridge.peft.utils
-
-    # Bridge asks these when it looks for adapters during an export.
-    for module in (megatron.bridge.peft.lora, megatron.bridge.peft.utils):
-        for flag in [n for n in vars(module) if n.startswith("HAVE_TE")]:
-            setattr(module, flag, False)
+    if not HAVE_TRANSFORMER_ENGINE:
+        # Bridge asks these when it looks for adapters during an export.
+        for module in (megatron.bridge.peft.lora, megatron.bridge.peft.utils):
+            for flag in [n for n in vars(module) if n.startswith("HAVE_TE")]:
+                setattr(module, flag, False)
     return AutoBridge
 
 
@@ -86,11 +53,11 @@ if ON_CPU:
 def open_model(path: str, trust_remote_code: bool = False, with_weights: bool = True) -> AutoBridge:
     """The bridge of one Hugging Face folder or hub id. Reads config.json; weights are read when asked for. Without weights
     the folder need not have any, and the bridge's `hf_pretrained` is the configuration."""
-    if with_weights:
-        return AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
     from transformers import AutoConfig
 
-    return AutoBridge.from_hf_config(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    lean.import_family((config.architectures or [None])[0], HAVE_TRANSFORMER_ENGINE)
+    return AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code) if with_weights else AutoBridge.from_hf_config(config)
 
 
 def config_of(bridge: AutoBridge):
