@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import time
@@ -101,18 +102,16 @@ def test_a_save_that_fails_ends_the_run_and_costs_no_earlier_one(settings, tmp_p
 
 
 def nan_at_step_three() -> None:
-    from mfsdp_cli.engine.megatron import MegatronEngine, NonFiniteGradient
+    from mfsdp_cli.engine import megatron
 
     slow_writes()
-    step, count = MegatronEngine.optimizer_step, [0]
+    grad_norm, count = megatron.grad_norm, [0]
 
-    def fails(self, lr):
+    def fails(optimizer):
         count[0] += 1
-        if count[0] == 3:
-            raise NonFiniteGradient("nan")
-        return step(self, lr)
+        return grad_norm(optimizer) * (math.nan if count[0] == 3 else 1.0)
 
-    MegatronEngine.optimizer_step = fails
+    megatron.grad_norm = fails
 
 
 def test_a_run_that_fails_meanwhile_still_has_its_checkpoint(settings, tmp_path):
