@@ -27,7 +27,7 @@ from mfsdp_cli.launch.folder import run_folder
 from mfsdp_cli.launch.plan import Plan, by_tokens, longest_sequence, make_plan, micro_batch_key, rows_of_update
 
 # A micro batch takes a x (tokens x parameters + this): 1.5B on one H200 did 42,574 tokens/s with 16,384 tokens and 49,072 with 32,768
-# (README, Measured); the speeds of 0.5B and 3B then follow within 9 %.
+# (docs/performance.md, earlier code); the speeds of 0.5B and 3B then follow within 9 %.
 FIXED_WORK = 9.1e12
 # Time with it against time without: a second forward pass beside one forward and a backward pass of two; SwiGLU again, 6 of 335 ms on an H200.
 RECOMPUTATION = {"none": 1.0, "selective": 1.02, "full": 4 / 3}

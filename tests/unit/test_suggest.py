@@ -44,7 +44,7 @@ def test_another_machine():
 
 
 def test_expected_speed():
-    """The measured speeds (README): 42,574 and 49,072 tokens/s of 1.5B; shares of the peak of 0.5B, 1.5B and 3B."""
+    """The measured speeds (docs/performance.md, earlier code): 42,574 and 49,072 tokens/s of 1.5B; shares of the peak of 0.5B, 1.5B and 3B."""
     size = {"0.5b": 494e6, "1.5b": 1.544e9, "3b": 3.086e9}
     middle = relative_speed(16384, size["1.5b"], "none")
     assert middle / relative_speed(32768, size["1.5b"], "none") == pytest.approx(42574 / 49072, rel=0.01)
