@@ -27,7 +27,7 @@ from mfsdp_cli.train.process import RankProcess
 from mfsdp_cli.train.ranks import TrainerRank
 from mfsdp_cli.types import Response
 
-POLL_S = 10.0
+POLL_S = 2.0
 FORWARDED = ("CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "TOKENIZERS_PARALLELISM", "VLLM_")
 
 
