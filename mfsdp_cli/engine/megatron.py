@@ -174,8 +174,8 @@ class MegatronEngine:
     def optimizer_step(self, lr: float) -> torch.Tensor:
         """Clip by global norm and apply AdamW at `lr`. Returns the norm before clipping, float32 [] on the device; nothing waits for it.
 
-        Where the norm is NaN or infinite nothing is applied, then and in all later steps, until the caller has learned of it by `finite`. Megatron-FSDP's
-        own check does not exist with ZeRO-3, and its step reports success after writing NaN everywhere.
+        Where the norm is NaN or infinite nothing is applied, then and in all later steps, until the caller has learned of it by
+        `finite`. Megatron-FSDP's own check does not exist with ZeRO-3, and its step reports success after writing NaN everywhere.
         """
         optimizer = self.optimizer
         for group in optimizer.param_groups:
