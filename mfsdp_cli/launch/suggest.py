@@ -16,7 +16,7 @@ from mfsdp_cli.config.load import load
 from mfsdp_cli.config.parameters import active_parameters, model_shape, num_parameters
 from mfsdp_cli.config.rules import check
 from mfsdp_cli.config.rules_model import shape_of
-from mfsdp_cli.config.rules_parallel import workable_tp, world_size
+from mfsdp_cli.config.rules_parallel import recomputations, workable_tp, world_size
 from mfsdp_cli.config.rules_rollout import sampler_gpus
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.config.schema_grpo import GrpoSettings
@@ -206,7 +206,7 @@ def candidates(settings: SftSettings | GrpoSettings, facts: Facts) -> Iterator[S
     for tp in workable_tp(base, shape_of(facts.model_config)):
         if tp > ranks:
             continue  # tensor-parallel ranks talk in every layer: not across nodes
-        for ep, recompute, size in product(sizes, ("none", "full") if experts else RECOMPUTATION, micro_batch_sizes(settings, world // tp)):
+        for ep, recompute, size in product(sizes, recomputations(base, facts.model_config), micro_batch_sizes(settings, world // tp)):
             values = {NPROC: ranks, TP: tp, EP: ep, RECOMPUTE: recompute, micro_batch_key(settings): size}
             yield layout_with(settings, values | unsplit, facts)
 

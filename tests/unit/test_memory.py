@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -295,6 +296,16 @@ def test_remedies_never_make_it_worse_nor_cut_the_longest_sequence():
     settings = make_settings(engine__tensor_model_parallel_size=8, engine__recompute="full", data__max_token_len_per_gpu=16384)
     [problem] = told(settings, make_facts(gpu_memory_mib=(8000,) * 8))
     assert "max_token_len_per_gpu" not in problem.fix and "recompute" not in problem.fix and "--tp" not in problem.fix
+
+
+@pytest.mark.parametrize("settings, names", [
+    ({}, ["selective", "full"]), ({"engine__recompute": "selective"}, ["full"]), ({"engine__recompute": "full"}, []),
+    ({"engine__transformer_impl": "transformer_engine"}, ["full"]),
+])
+def test_what_to_compute_again_is_only_advised_where_it_may_be_set(settings, names):
+    made = make_settings(engine__tensor_model_parallel_size=8, data__max_token_len_per_gpu=16384, **settings)
+    [problem] = told(made, make_facts(gpu_memory_mib=(8000,) * 8))
+    assert re.findall(r"recompute=(\w+)", problem.fix) == names
 
 
 def test_vllm_s_share_is_a_remedy_where_it_leaves_room_for_the_weights():
