@@ -43,12 +43,16 @@ class Writer(dcp.FileSystemWriter):
             try:
                 done = super().write_data(plan, planner)
             except Exception:
-                if not self.fs.errors:  # else it is told below by its root
-                    raise
-        if self.fs.errors:
-            raise self.fs.errors[0]
+                self._raise_root()
+                raise
+        self._raise_root()
         assert len(done.value()) == len(plan.items), f"{len(done.value())} of {len(plan.items)} parts written"
         return done
+
+    def _raise_root(self) -> None:
+        """What went wrong first while files were written: torch's threads lose it, or tell what only followed from it."""
+        if self.fs.errors:
+            raise self.fs.errors[0] from None
 
 
 class OnceReader(dcp.FileSystemReader):
