@@ -209,11 +209,13 @@ def evaluate(engine, settings: SftSettings, rows) -> float:
     import torch
     import torch.distributed as dist
 
+    from mfsdp_cli.engine.host import to_device
+
     batch = [rows.sample(i) for i in range(len(rows))]
     micro_batches = pack_mine(batch, settings, engine)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for packed, log_probs in zip(micro_batches, engine.log_probs(micro_batches)):
-        total -= (log_probs * packed.target_mask.to(engine.device)).sum()
+        total -= (log_probs * to_device(packed.target_mask, engine.device)).sum()
     dist.all_reduce(total, group=engine.dp_group)
     return total.item() / sum(sample.num_targets for sample in batch)
 
