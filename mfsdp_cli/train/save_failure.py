@@ -60,6 +60,7 @@ def _failed(tmp: Path, step: int, error: OSError, rank: int, num_ranks: int, gro
     checkpoints = tmp.parent
     earlier = complete_steps(checkpoints)
     room = _room(tmp, earlier) if error.errno in NO_ROOM else ""
+    dist.barrier(group)  # every rank has looked at what is there
     if dist.get_rank() == 0:
         shutil.rmtree(tmp, ignore_errors=True)
     dist.barrier(group)

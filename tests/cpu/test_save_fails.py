@@ -79,11 +79,23 @@ def goes_on(settings, straight: Path, run_dir: Path) -> None:
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["latest", f"step_{STEPS:06d}"]
 
 
-def test_a_full_disk(settings, straight, tmp_path):
+def slow_to_look(rank: str):
+    """Rank `rank` takes its time over each file when it looks how much was written."""
+    getsize = os.path.getsize
+
+    def before_train() -> None:
+        if os.environ["RANK"] == rank:
+            os.path.getsize = lambda path: (time.sleep(0.3), getsize(path))[1]
+
+    return before_train
+
+
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_a_full_disk(settings, straight, tmp_path, late):
     run_dir = tmp_path / "run"
     one = bytes_of(straight / "checkpoints" / f"step_{STEPS:06d}")
     with mounted(run_dir, f"size={int(1.6 * one)}"):
-        text = fails(settings, run_dir)
+        text = fails(settings, run_dir, slow_to_look(late))
         assert f"{run_dir}/checkpoints" in text and "No space left on device on rank" in text and "step 2 could not be saved" in text
         assert f"the last one took {size_words(one)}, and there was room for " in text and "step_000001 is whole" in text
         assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["latest", "step_000001"]
