@@ -81,12 +81,22 @@ def one_rank(port: int) -> dict[str, str]:
     return alone() | place | {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
-def run_child(script: str, part: str, arguments: list[str], timeout_s: float, log: Path | None = None, **environ: str) -> dict:
-    """The row that `SCRIPT --part PART ARGUMENTS` prints (see `print_row`), or {"failed": reason}. Its own process: nothing that it
-    leaves on the GPU, and none of its patches, reach another part. Once the row is there the process and all that it started are
-    killed. stderr goes to `log`, if given."""
+def several_ranks(count: int) -> dict[str, str]:
+    """Those of torchrun for `count` ranks, which get GPUs of their own."""
+    found = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    if not (names := gpu_names()):
+        return found | {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    assert len(names) >= count, f"{len(names)} GPUs are visible, and {count} are asked for"
+    return found
+
+
+def run_child(script: str, part: str, arguments: list[str], timeout_s: float, log: Path | None = None, ranks: int = 1, **environ: str) -> dict:
+    """The row that `SCRIPT --part PART ARGUMENTS` prints (see `print_row`), or {"failed": reason}. Its own process, or those of `ranks`
+    under torchrun: nothing that it leaves on the GPU, and none of its patches, reach another part. Once the row is there the process and
+    all that it started are killed. stderr goes to `log`, if given."""
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(ROOT / "scripts" / script), "--part", part, *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--"] if ranks > 1 else []
+    command = [sys.executable, *torchrun, str(ROOT / "scripts" / script), "--part", part, *arguments]
     with open(log or os.devnull, "a") as sink:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink if log else None, text=True,
                                  env=os.environ | {"PYTHONPATH": python_path} | environ)
@@ -104,10 +114,15 @@ def run_child(script: str, part: str, arguments: list[str], timeout_s: float, lo
 
 
 def print_row(part: Callable[[], dict]) -> None:
-    """Call a part and print its result as one line of JSON; a failure becomes {"failed": reason}, its traceback goes to stderr."""
+    """Call a part and print its result as one line of JSON; a failure becomes {"failed": reason}, its traceback goes to stderr. Of several
+    ranks the first prints; another one's failure ends its process, and torchrun all."""
     try:
         row = part()
+        if int(os.environ.get("RANK", 0)):
+            return
     except Exception as error:
+        if int(os.environ.get("RANK", 0)):
+            raise
         traceback.print_exc()
         row = {"failed": "out of memory" if type(error).__name__ == "OutOfMemoryError" else f"{type(error).__name__}: {error}"[:300]}
     print("\n" + json.dumps(row), flush=True)

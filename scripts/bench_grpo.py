@@ -3,6 +3,8 @@
 
     python scripts/bench_grpo.py --shape 0.5b --prompts 64 --n 8 --response 512
     python scripts/bench_grpo.py --shape 0.5b --parts update --profile --log update.log
+    python scripts/bench_grpo.py --parts mfsdp --nproc 2 --set rollout.tensor_model_parallel_size=2
+    python scripts/bench_grpo.py --parts mfsdp --set rollout.colocate=False --set rollout.weight_transfer=nccl
 
 All on the same random weights, prompts, lengths and batch, one after the other, each in processes of its own; one update a step, no
 reference model, float32 master weights. Responses have full length: random weights hardly ever end one.
@@ -67,6 +69,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--trl-micro", type=int, default=16, help="responses of a micro batch of TRL")
     parser.add_argument("--gpu-share", type=float, default=0.4, help="of the GPU's memory, for vLLM")
     parser.add_argument("--sampler", choices=("vllm", "hf"), default="vllm")
+    parser.add_argument("--nproc", type=int, default=1, help="trainer ranks of mfsdp")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of mfsdp's configuration; may be given again")
     parser.add_argument("--parts", type=choices_of(PARTS), default=["mfsdp", "vllm", "sft", "trl"], help=",".join(PARTS))
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tflops", type=float, default=989.0, help="peak of the device (H100 and H200: 989 bfloat16)")
@@ -105,7 +109,7 @@ def of_mfsdp(args, row: dict, found: dict) -> list[str]:
     return [
         f"mfsdp: {row['steps_per_hour']:.0f} steps/h; a step of {row['wall_s']:.2f} s = {step} s; "
         f"{100 * row['idle_share']:.1f} % is neither sampling, update nor weights",
-        f"  rollout {row['rollout_tokens_per_s']:.0f} tokens/s; training {rate(args, row['train_tokens_per_s'])}; "
+        f"  rollout {row['rollout_tokens_per_s']:.0f} tokens/s; training, a GPU, {rate(args, row['train_tokens_per_s'])}; "
         f"weights {row['weights_gb']:.2f} GB, {row['sync_s'] / row['weights_gb']:.3f} s/GB; "
         f"mismatch {row['mismatch']:.1e}; peak {row['memory_gib']:.1f} GiB",
         "  update_s of every step: " + " ".join(f"{s:.2f}" for s in row["each_update_s"]) + again,

@@ -48,8 +48,8 @@ def run_mfsdp(args) -> dict:
         "trainer.total_training_steps": last + 1, "trainer.save_freq": -1, "trainer.test_freq": -1, "trainer.val_before_train": False,
         "trainer.resume_mode": "disable",
     }
-    command = [sys.executable, "-m", "mfsdp_cli", "grpo", "--nproc", 1, "--rollout", args.sampler, *files]
-    command += [f"{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "mfsdp_cli", "grpo", "--nproc", args.nproc, "--rollout", args.sampler, *files]
+    command += [*(f"{key}={value}" for key, value in settings.items()), *args.set]
     environ = os.environ | ({"TORCH_LOGS": "recompiles"} if args.profile else {})
     with open(args.log or os.devnull, "a") as log:
         process = subprocess.Popen([str(part) for part in command], cwd=ROOT, env=environ, stdout=subprocess.DEVNULL,
@@ -71,7 +71,9 @@ def run_mfsdp(args) -> dict:
         return {"failed": f"{len(records)} of {last} steps: {reason.strip()[:400]}"}
     logs = (run_dir / "attempts" / "001").glob("trainer*.log")
     recompilations = sum(log.read_text().count("Recompiling function") for log in logs)
-    return medians(records, args.warmup) | {"weights_gb": weights_gb(args), "recompilations": recompilations}
+    found = medians(records, args.warmup)
+    found["train_tokens_per_s"] /= args.nproc
+    return found | {"weights_gb": weights_gb(args), "recompilations": recompilations}
 
 
 def end_run(process) -> None:

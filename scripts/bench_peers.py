@@ -1,6 +1,6 @@
 """What a user would pick instead of mfsdp's SFT, on the same weights and tokens: transformers, the same with liger-kernel, TRL.
 
-All with float32 weights, gradients and moments, and bfloat16 autocast, as mfsdp has float32 main weights. TRL's SFTTrainer packs with
+All with float32 weights, gradients and moments, and bfloat16 autocast (but `hf_bf16`), as mfsdp has float32 main weights. TRL's SFTTrainer packs with
 strategy "wrapped": samples as long as a sequence stay rows of a batch, which SDPA handles by its causal kernel; "bfd" makes one
 long row and, without the package flash-attn, a mask of all tokens by all tokens. What its trainer waits for in each step (it counts
 tokens and looks for losses that are NaN) is its own; it logs nothing here.
@@ -57,6 +57,32 @@ def hf(args, liger: bool = False):
 
 def hf_liger(args):
     return hf(args, liger=True)
+
+
+def hf_bf16(args):
+    """(step, device) as `hf`, with mfsdp's rounding instead of autocast's: bfloat16 weights and activations, float32 copies of the weights
+    that AdamW updates and rounds back. What their losses differ by is not rounding."""
+    import torch
+
+    model, device = transformers_model(args)
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    model.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(copies, LEARNING_RATE, tuple(OPTIM.betas), OPTIM.eps, OPTIM.weight_decay, fused=True)
+    ids = torch.from_numpy(token_rows(args.shape, args.tokens, args.seq)).to(device)
+
+    def step():
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        for copy, weight in zip(copies, model.parameters()):
+            copy.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(copies, OPTIM.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), copies)
+        return ids.numel(), loss.detach()
+
+    return step, device
 
 
 def trl(args) -> Timed:

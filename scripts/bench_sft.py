@@ -4,13 +4,14 @@
     python scripts/bench_sft.py --shape 1.5b --tokens 16384 --seq 2048 --peers hf,hf-liger,trl
     python scripts/bench_sft.py --shape 1.5b --tokens 16384 --data fixed,gsm8k-lengths
     python scripts/bench_sft.py --shape 1.5b --time-to-first-step
+    python scripts/bench_sft.py --shape 7b --gpus 2            FSDP over two; --tp 2 splits the matrices over them instead
 
 Float32 master weights, gradients and Adam moments on all sides; full optimizer steps, issued one after the other as a training loop does:
 nobody waits for the GPU but before the first timed step and after the last. With --peers all start from the same random weights, written
 once, and train on the same tokens in every step, so that losses can be compared; without, mfsdp starts from Megatron's own. Columns:
-tokens/s and share of --tflops (6 x parameters x tokens) of all timed steps together; peak memory that torch allocated; milliseconds of
-the median step and of the slowest; loss of the last. --data gsm8k-lengths packs conversations of GSM8K's lengths, another batch every
-step, packing included in the time.
+tokens/s and share of --tflops (6 x parameters x tokens) of all timed steps together, both for each GPU; peak memory that torch allocated on
+the first; milliseconds of the median step and of the slowest; loss of the last. --data gsm8k-lengths packs conversations of GSM8K's lengths, another batch every
+step, packing included in the time; everything in them is learned, as in the fixed rows and by the peers. gsm8k-answers: only the last 55 %.
 Beyond the project's own packages: --peers hf-liger needs liger-kernel (0.8.5: one wheel of pure Python, no dependencies but torch and
 triton), --peers trl needs trl, accelerate, datasets, dill, multiprocess, xxhash and pandas.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -29,17 +31,20 @@ from pathlib import Path
 import bench_peers
 from bench_common import (
     LEARNING_RATE, Timed, alone, choices_of, config_folder, gsm8k_lengths, machine, machine_words, one_rank, print_row, run_child,
-    share_of_peak, timed, token_rows, write_model,
+    several_ranks, share_of_peak, timed, token_rows, write_model,
 )
 from gpu_trace import gap_lines, gpu_time, read_events, trace_line
 from shapes import SHAPES
 
-PEERS = {"hf": bench_peers.hf, "hf-liger": bench_peers.hf_liger, "trl": bench_peers.trl}
-DATA = ("fixed", "gsm8k-lengths")
+PEERS = {"hf": bench_peers.hf, "hf-bf16": bench_peers.hf_bf16, "hf-liger": bench_peers.hf_liger, "trl": bench_peers.trl}
+DATA = ("fixed", "gsm8k-lengths", "gsm8k-answers")
+ANSWERS = 0.55  # of GSM8K's text, by characters
 
 
 def main() -> None:
     args = parser().parse_args()
+    if args.gpus % args.tp:
+        parser().error(f"--gpus {args.gpus} is no multiple of --tp {args.tp}")
     if args.trace and not args.profile:
         parser().error("--trace is a trace of the step that --profile profiles")
     if args.part:
@@ -66,8 +71,9 @@ def compare(args, given: list[str], rows: list[dict]) -> None:
         return say(args, f"the weights: failed: {made['failed']}")
     parts = [f"mfsdp:{data}" for data in args.data] + [f"{peer}:fixed" for peer in args.peers]
     for number, part in enumerate(parts):
-        environ = one_rank(29440 + number) if part.startswith("mfsdp") else alone()
-        row = {"contender": part} | run_child("bench_sft.py", part, given, args.timeout, args.log, **environ)
+        ranks = args.gpus if part.startswith("mfsdp") else 1
+        environ = several_ranks(ranks) if ranks > 1 else one_rank(29440 + number) if part.startswith("mfsdp") else alone()
+        row = {"contender": part} | run_child("bench_sft.py", part, given, args.timeout, args.log, ranks, **environ)
         rows.append(row)
         say(args, line(row))
         if row.get("gpu"):
@@ -81,7 +87,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=10, help="timed")
     parser.add_argument("--warmup", type=int, default=4, help="steps before these")
-    parser.add_argument("--recompute", choices=("none", "full"), default="none")
+    parser.add_argument("--gpus", type=int, default=1, help="of mfsdp; FSDP over those that --tp leaves")
+    parser.add_argument("--tp", type=int, default=1, help="of mfsdp: GPUs that split each matrix, and share a micro batch")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--lean", action="store_true", help="mfsdp with bfloat16 gradients and moments (float32 main weights stay)")
     parser.add_argument("--impl", choices=("auto", "local", "transformer_engine"), default="auto", help="engine.transformer_impl")
     parser.add_argument("--data", type=choices_of(DATA), default=["fixed"], help="of mfsdp: " + ",".join(DATA))
@@ -125,11 +133,12 @@ def measure(args) -> dict:
         return summary(args, bench_peers.trl(args))
     if name != "mfsdp":
         return summary(args, timed(*PEERS[name](args), args.warmup, args.steps))
-    step, device = ours(args.shape, args.tokens, args.seq, args.recompute, data, args.impl, args.lean, args.folder)
-    row = summary(args, timed(step, device, args.warmup, args.steps))
-    row["predicted_gib"] = predicted_gib(args.shape, args.tokens, args.recompute, args.lean) if device.type == "cuda" else None
+    step, device = ours(args.shape, args.tokens, args.seq, args.recompute, data, args.impl, args.lean, args.folder, args.tp)
+    row = summary(args, timed(step, device, args.warmup, args.steps), args.tp)
+    on_gpu = device.type == "cuda"
+    row["predicted_gib"] = predicted_gib(args.shape, args.tokens, args.recompute, args.lean, args.gpus, args.tp) if on_gpu else None
     if args.profile:
-        trace = args.trace if data == args.data[0] else None
+        trace = args.trace if data == args.data[0] and not int(os.environ["RANK"]) else None
         row["gpu"] = profile_step(step, trace)
     return row
 
@@ -138,9 +147,9 @@ LEAN = {"main_grads_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq
 
 
 def ours(shape: str, tokens: int, seq: int, recompute: str = "none", data: str = "fixed", impl: str = "auto", lean: bool = False,
-         folder: Path | None = None):
-    """(step, device); step() -> (tokens, loss). The process group must not exist, or be that of one rank. Weights are those in `folder`,
-    or without one Megatron's own initial ones."""
+         folder: Path | None = None, tp: int = 1):
+    """(step, device); step() -> (tokens of this rank's micro batch, its loss). The process group must not exist, or be one of `tp`. Weights
+    are those in `folder`, or without one Megatron's own initial ones."""
     import numpy as np
     import torch
 
@@ -149,48 +158,49 @@ def ours(shape: str, tokens: int, seq: int, recompute: str = "none", data: str =
     from mfsdp_cli.engine.megatron import MegatronEngine, init_distributed, mpu
     from mfsdp_cli.types import Sample
 
-    settings = EngineSettings(recompute=recompute, dtype="bfloat16", transformer_impl=impl)
-    here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    settings = EngineSettings(recompute=recompute, dtype="bfloat16", transformer_impl=impl, tensor_model_parallel_size=tp)
+    here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     device = here if mpu.is_initialized() else init_distributed(settings, 600)
     with nullcontext(folder) if folder else config_folder(shape) as source:
         engine = MegatronEngine(str(source), settings, OptimSettings(**(LEAN if lean else {})), device=device, load_weights=bool(folder))
 
     def samples(rows) -> list[Sample]:
-        return [Sample(ids, np.ones(len(ids), bool), number) for number, ids in enumerate(rows)]
+        learned = ANSWERS if data == "gsm8k-answers" else 1.0
+        return [Sample(ids, np.arange(len(ids)) >= (1 - learned) * len(ids), number) for number, ids in enumerate(rows)]
 
     if data == "fixed":
-        batches = repeat(pack(samples(token_rows(shape, tokens, seq))))
+        batches = repeat(pack(samples(token_rows(shape, tokens, seq)), multiple_of=engine.sequence_multiple))
     else:
         random = np.random.default_rng(0)
         drawn = [[random.integers(0, SHAPES[shape]["vocab_size"], n) for n in gsm8k_lengths(tokens, seed)] for seed in range(16)]
-        batches = (pack(samples(rows)) for rows in cycle(drawn))
+        batches = (pack(samples(rows), multiple_of=engine.sequence_multiple) for rows in cycle(drawn))
 
     def step():
         batch = next(batches)
-        num_targets = float(batch.target_mask.sum())
+        num_targets = float(batch.target_mask.sum()) * engine.dp_size
         loss = engine.forward_backward([batch], lambda log_probs, b: -(log_probs * b.target_mask).sum() / num_targets)
         engine.optimizer_step(LEARNING_RATE)
-        return batch.num_real_tokens, loss
+        return batch.num_real_tokens, loss * engine.dp_size
 
     return step, device
 
 
-def summary(args, found: Timed) -> dict:
+def summary(args, found: Timed, gpus_a_batch: int = 1) -> dict:
     import torch
 
-    rate = found.tokens_per_s
+    rate = found.tokens_per_s / gpus_a_batch
     return {"tokens_per_s": rate, "share_of_peak": share_of_peak(args.shape, rate, args.tflops),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
             "ms_per_step": 1e3 * statistics.median(found.each), "slowest_ms": 1e3 * max(found.each), "loss": found.loss,
             "seconds": found.seconds, "tokens": found.tokens}
 
 
-def predicted_gib(shape: str, tokens: int, recompute: str, lean: bool = False) -> float:
+def predicted_gib(shape: str, tokens: int, recompute: str, lean: bool = False, gpus: int = 1, tp: int = 1) -> float:
     from mfsdp_cli.config.parameters import model_shape
     from mfsdp_cli.launch.memory import Layout, training_peak
 
     config = SHAPES[shape] | {"architectures": ["Qwen2ForCausalLM"]}
-    layout = Layout(grad=2, moments=4) if lean else Layout()
+    layout = Layout(dp=gpus // tp, tp=tp, split=tp, expert_dp=gpus // tp, **(dict(grad=2, moments=4) if lean else {}))
     return training_peak(model_shape(config), layout, tokens, recompute).total / 2**30
 
 

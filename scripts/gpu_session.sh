@@ -4,7 +4,7 @@
 #   PYTHONPATH=SITE scripts/gpu_session.sh OUT tests       where packages were unpacked into SITE because there is no network
 # Where a command may run ten minutes: OUT tests; OUT sft packed first-step 7b; OUT grpo update checkpoint te.
 # PYTHON chooses the interpreter (python3). A table of what each part printed comes last; exit code 1 when a part failed.
-# Seconds at most (times SLOWER): tests 480, sft 240, packed 70, first-step 75, 7b 120, te 150, checkpoint 150, grpo 330, update 100.
+# Seconds at most (times SLOWER): tests 480, sft 240, packed 100, first-step 75, 7b 120, te 150, checkpoint 150, grpo 330, update 100.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=$(mkdir -p "${1:?folder for the logs}" && cd "$1" && pwd)
@@ -36,7 +36,7 @@ sft() {
   has trl && peers+=,trl
   part sft 240 "${bench[@]}" --shape "$shape" --peers "$peers" --profile --trace "$out/sft-trace.json.gz" --timeout $((90 * slower))
 }
-packed() { part packed 70 "${bench[@]}" --shape "$shape" --data fixed,gsm8k-lengths --timeout $((60 * slower)); }
+packed() { part packed 100 "${bench[@]}" --shape "$shape" --data fixed,gsm8k-lengths,gsm8k-answers --timeout $((60 * slower)); }
 first-step() { part first-step 75 "${bench[@]}" --shape "$shape" --time-to-first-step; }
 7b() { part 7b 120 "${bench[@]}" --shape "${BIG_SHAPE:-7b}" --lean --recompute full --steps 4 --warmup 2 --timeout $((100 * slower)); }
 te() {
