@@ -41,6 +41,7 @@ class PackedBatch:
     input_ids     int64   [T]
     labels        int64   [T], labels[t] = input_ids[t + 1] inside a sequence; 0 where target_mask is 0
     target_mask   float32 [T], 1 where labels[t] counts in the loss
+    targets       int64   [N], where it is 1, in order; [0] when it is 1 nowhere
     position_ids  int64   [T], 0, 1, … from the start of each sequence
     cu_seqlens    int32   [S + 1], starts of the sequences and, last, T
     max_seqlen    longest sequence, tokens
@@ -52,6 +53,7 @@ class PackedBatch:
     input_ids: torch.Tensor
     labels: torch.Tensor
     target_mask: torch.Tensor
+    targets: torch.Tensor
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int

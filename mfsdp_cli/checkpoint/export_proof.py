@@ -43,8 +43,9 @@ def megatron_log_probs(model: torch.nn.Module, stored: StoredWeights, vocab_size
 
         model.output_layer.register_forward_pre_hook(with_weight, with_kwargs=True)
     ids = check_ids(vocab_size)
+    places = torch.arange(len(ids))
     batch = PackedBatch(
-        input_ids=ids, labels=ids.roll(-1), target_mask=torch.ones(len(ids)), position_ids=torch.arange(len(ids)),
+        input_ids=ids, labels=ids.roll(-1), target_mask=(places < len(ids) - 1).float(), targets=places[:-1], position_ids=places,
         cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32), max_seqlen=len(ids), num_real_tokens=len(ids),
     )
     return forward.log_probs(model.eval(), batch, vocab_size)[0][:-1].float()

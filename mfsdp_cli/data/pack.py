@@ -36,6 +36,7 @@ def pack(samples: list[Sample], *, multiple_of: int = 1) -> PackedBatch:
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
         target_mask=torch.from_numpy(target_mask),
+        targets=torch.from_numpy(np.flatnonzero(target_mask) if target_mask.any() else np.zeros(1, dtype=np.int64)),
         position_ids=torch.from_numpy(np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         max_seqlen=max(lengths),

@@ -36,8 +36,8 @@ def packed_positions(batch: PackedBatch) -> PackedPositions:
 
 
 def log_probs(model: torch.nn.Module, batch: PackedBatch, vocab_size: int, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(labels[t] | input_ids[..t]) for every token, meaningless where target_mask is 0, and the entropy of the
-    distribution at t; float32 [T] each.
+    """log p(labels[t] | input_ids[..t]) for every target, and the entropy of the distribution at t; float32 [T] each, 0 at other tokens,
+    for which no logits are formed.
 
     model        the wrapped GPTModel
     vocab_size   real rows of its vocabulary: columns beyond are padding and get no probability, as if they did not exist
@@ -45,7 +45,8 @@ def log_probs(model: torch.nn.Module, batch: PackedBatch, vocab_size: int, tempe
     """
 
     def from_hidden(hidden_states, output_layer, output_weight, labels, **_):
-        return _label_log_probs(hidden_states, output_layer, output_weight, labels.view(-1), vocab_size, temperature)
+        found = _label_log_probs(hidden_states, output_layer, output_weight, labels.view(-1), batch.targets, vocab_size, temperature)
+        return found.new_zeros(2, labels.numel()).index_copy(1, batch.targets, found)
 
     out = model(
         input_ids=batch.input_ids.unsqueeze(0),
@@ -58,33 +59,30 @@ def log_probs(model: torch.nn.Module, batch: PackedBatch, vocab_size: int, tempe
     return out[0], out[1]
 
 
-def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, vocab_size: int, temperature: float) -> torch.Tensor:
-    """float32 [2, T], log-probabilities and entropies, from hidden states [T or T / tp, 1, H] and labels [T]."""
-
-    def piece(hidden, labels):
-        logits, _ = output_layer(hidden, weight=output_weight)
-        logits = logits.squeeze(1)
-        return torch.stack(label_log_probs(logits if temperature == 1.0 else logits / temperature, labels, vocab_size))
-
-    columns = output_layer.output_size_per_partition
-    numbers = len(labels_T) * columns
-    if numbers <= min(4 * PIECE, MOST_LOGITS):
-        return piece(hidden_TH, labels_T)
+def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, targets_N, vocab_size: int, temperature: float) -> torch.Tensor:
+    """float32 [2, N], log-probabilities and entropies at the targets, from hidden states [T or T / tp, 1, H] and labels [T]."""
     split_sequence = output_layer.sequence_parallel
     if split_sequence:
         # The layer would gather the sequence by itself, and cannot be given a part of it. Without sequence parallelism
         # it sums its input's gradient over the ranks, so the gather's backward must only cut out this rank's share.
         hidden_TH = gather_from_sequence_parallel_region(hidden_TH, tensor_parallel_output_grad=False)
+    hidden_NH, labels_N = hidden_TH.index_select(0, targets_N), labels_T.index_select(0, targets_N)
 
-    def part(hidden, labels):
+    def piece(hidden, labels):
         output_layer.sequence_parallel = False
         try:
-            return piece(hidden, labels)
+            logits, _ = output_layer(hidden, weight=output_weight)
         finally:
             output_layer.sequence_parallel = split_sequence
+        logits = logits.squeeze(1)
+        return torch.stack(label_log_probs(logits if temperature == 1.0 else logits / temperature, labels, vocab_size))
 
+    columns = output_layer.output_size_per_partition
+    numbers = len(targets_N) * columns
+    if numbers <= min(4 * PIECE, MOST_LOGITS):
+        return piece(hidden_NH, labels_N)
     tokens = max(1, PIECE // columns)
-    pieces = zip(hidden_TH.split(tokens), labels_T.split(tokens))
+    pieces = zip(hidden_NH.split(tokens), labels_N.split(tokens))
     if numbers <= MOST_LOGITS:
-        return torch.cat([part(h, y) for h, y in pieces], dim=1)
-    return torch.cat([checkpoint(part, h, y, use_reentrant=False) for h, y in pieces], dim=1)
+        return torch.cat([piece(h, y) for h, y in pieces], dim=1)
+    return torch.cat([checkpoint(piece, h, y, use_reentrant=False) for h, y in pieces], dim=1)

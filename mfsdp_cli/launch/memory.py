@@ -177,7 +177,8 @@ def after_the_layers(shape: Shape, layout: Layout) -> int:
 
 
 def logits(shape: Shape, layout: Layout, tokens: int, temperature: float = 1.0) -> int:
-    """Logits of a micro batch when the loss goes backward, in the computing dtype; their gradient overwrites them.
+    """Logits of a micro batch when the loss goes backward, in the computing dtype; their gradient overwrites them. They are formed of
+    targets alone (engine.forward), which may be all tokens.
 
     0 above MOST_LOGITS: they are formed again in the backward pass then. A temperature other than 1 divides into a
     second tensor.

@@ -23,12 +23,13 @@ def test_two_sequences_by_hand():
     assert batch.input_ids.tolist() == [10, 11, 12, 13, 20, 21, 22]
     assert batch.labels.tolist() == [0, 12, 13, 0, 21, 0, 0]
     assert batch.target_mask.tolist() == [0, 1, 1, 0, 1, 0, 0]  # 13 is followed by the other sequence: no target; 20 has no predecessor
+    assert batch.targets.tolist() == [1, 2, 4]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert batch.cu_seqlens.tolist() == [0, 4, 7]
     assert (batch.max_seqlen, batch.num_real_tokens, batch.rows) == (4, 7, (4, 7))
     assert int(batch.target_mask.sum()) == FIRST.num_targets + SECOND.num_targets == 3
-    assert [t.dtype for t in (batch.input_ids, batch.labels, batch.target_mask, batch.position_ids, batch.cu_seqlens)] == [
-        torch.int64, torch.int64, torch.float32, torch.int64, torch.int32]
+    assert [t.dtype for t in (batch.input_ids, batch.labels, batch.target_mask, batch.targets, batch.position_ids, batch.cu_seqlens)] == [
+        torch.int64, torch.int64, torch.float32, torch.int64, torch.int64, torch.int32]
 
 
 def test_padding_is_a_masked_sequence_of_its_own():
@@ -50,6 +51,7 @@ def test_no_samples_give_one_masked_sequence(multiple_of, length):
     assert batch.cu_seqlens.tolist() == [0, length] and batch.target_mask.tolist() == [0] * length
     assert batch.labels.tolist() == batch.input_ids.tolist() == [0] * length
     assert (batch.num_real_tokens, batch.rows, batch.max_seqlen) == (0, (), length)
+    assert batch.targets.tolist() == [0]  # the output layer's weights take part in its collectives all the same
 
 
 def test_random_batches_against_a_token_by_token_rule():
@@ -63,6 +65,7 @@ def test_random_batches_against_a_token_by_token_rule():
         pairs = list(zip(batch.labels[counted].tolist(), batch.input_ids[counted].tolist(), strict=True))
         wanted = [(int(s.input_ids[t]), int(s.input_ids[t - 1])) for s in samples for t in range(1, s.num_tokens) if s.loss_mask[t]]
         assert pairs == wanted
+        assert batch.targets.tolist() == (counted.nonzero()[:, 0].tolist() or [0])
         assert len(batch.input_ids) % multiple_of == 0 and len(batch.input_ids) - batch.num_real_tokens < multiple_of
         assert int(batch.cu_seqlens[-1]) == len(batch.input_ids)
         assert batch.max_seqlen == int(torch.diff(batch.cu_seqlens).max())
