@@ -41,7 +41,8 @@ def run_mfsdp(args) -> dict:
     last, run_dir = args.warmup + args.steps, args.folder / "run"
     files = ["--model", args.folder / "model", "--train-files", args.folder / "rl" / "train.parquet", "--output", run_dir]
     settings = {
-        "engine.dtype": "bfloat16", "reward.name": "length", "rollout.n": args.n, "rollout.gpu_memory_utilization": args.gpu_share,
+        "engine.dtype": "bfloat16", "reward.name": "length", "rollout.n": args.n,
+        "rollout.gpu_memory_utilization": args.gpu_share, "rollout.max_num_seqs": args.max_num_seqs,
         "data.train_batch_size": args.prompts, "data.max_prompt_length": PROMPT, "data.max_response_length": args.response,
         "actor.ppo_mini_batch_size": args.prompts, "actor.ppo_max_token_len_per_gpu": args.micro_tokens, "actor.use_kl_loss": False,
         "actor.kl_loss_coef": 0.0, "optim.lr": LEARNING_RATE, "optim.min_lr": LEARNING_RATE, "optim.lr_warmup_steps": 0,
@@ -129,7 +130,7 @@ def vllm_offline(args) -> dict:
     texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages(args)[: args.prompts]]
     requests = [{"prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]} for text in texts]
     llm = LLM(folder, skip_tokenizer_init=True, dtype="bfloat16", seed=0, gpu_memory_utilization=args.gpu_share,
-              max_model_len=PROMPT + args.response, max_num_seqs=256, enforce_eager=not torch.cuda.is_available())
+              max_model_len=PROMPT + args.response, max_num_seqs=args.max_num_seqs, enforce_eager=not torch.cuda.is_available())
     common = dict(temperature=1.0, max_tokens=args.response, ignore_eos=True, detokenize=False)
     one = [SamplingParams(**common, n=1, seed=seed, logprobs=0, flat_logprobs=True) for seed in range(args.prompts * args.n)]
     single = [r for r in requests for _ in range(args.n)]
