@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -61,19 +63,16 @@ def log_probs(model: torch.nn.Module, batch: PackedBatch, vocab_size: int, tempe
 
 def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, targets_N, vocab_size: int, temperature: float) -> torch.Tensor:
     """float32 [2, N], log-probabilities and entropies at the targets, from hidden states [T or T / tp, 1, H] and labels [T]."""
-    split_sequence = output_layer.sequence_parallel
+    split_sequence, no_sum = output_layer.sequence_parallel, output_layer.disable_grad_reduce
     if split_sequence:
-        # The layer would gather the sequence by itself, and cannot be given a part of it. Without sequence parallelism
-        # it sums its input's gradient over the ranks, so the gather's backward must only cut out this rank's share.
-        hidden_TH = gather_from_sequence_parallel_region(hidden_TH, tensor_parallel_output_grad=False)
+        # The layer would do this by itself, and cannot be given a part of the sequence. In the backward pass each rank has its columns' part
+        # of the gradient, and the parts are summed where the sequence is split again: the layer need not sum them too.
+        hidden_TH, no_sum = gather_from_sequence_parallel_region(hidden_TH), True
     hidden_NH, labels_N = hidden_TH.index_select(0, targets_N), labels_T.index_select(0, targets_N)
 
     def piece(hidden, labels):
-        output_layer.sequence_parallel = False
-        try:
+        with _as(output_layer, sequence_parallel=False, disable_grad_reduce=no_sum):
             logits, _ = output_layer(hidden, weight=output_weight)
-        finally:
-            output_layer.sequence_parallel = split_sequence
         logits = logits.squeeze(1)
         return torch.stack(label_log_probs(logits if temperature == 1.0 else logits / temperature, labels, vocab_size))
 
@@ -86,3 +85,14 @@ def _label_log_probs(hidden_TH, output_layer, output_weight, labels_T, targets_N
     if numbers <= MOST_LOGITS:
         return torch.cat([piece(h, y) for h, y in pieces], dim=1)
     return torch.cat([checkpoint(piece, h, y, use_reentrant=False) for h, y in pieces], dim=1)
+
+
+@contextmanager
+def _as(module: torch.nn.Module, **attributes) -> Iterator[None]:
+    """The module with these attributes, for as long as the block lasts."""
+    before = {name: getattr(module, name) for name in attributes}
+    vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
