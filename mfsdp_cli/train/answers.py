@@ -50,6 +50,27 @@ def usable_groups(answers: list[Answer]) -> list[Answer]:
     return [a for a in answers if a.group not in flat]
 
 
+def split(answers: list[Answer], groups_per_part: int) -> list[list[int]]:
+    """Positions of the answers, by so many groups at a time, in order."""
+    groups = list(dict.fromkeys(a.group for a in answers))
+    parts = [set(groups[i : i + groups_per_part]) for i in range(0, len(groups), groups_per_part)]
+    return [[i for i, a in enumerate(answers) if a.group in part] for part in parts]
+
+
+def subtract_kl(answers: list[Answer], old: dict, ref: dict, settings: GrpoSettings) -> dict:
+    """reward -= kl_coef * sum over the response of the KL estimate, as verl's apply_kl_penalty; its mean per token."""
+    import torch
+
+    from mfsdp_cli.train import losses
+
+    total, count = 0.0, 0
+    for i, answer in enumerate(answers):
+        kl = losses.kl_penalty(torch.from_numpy(old[i]), torch.from_numpy(ref[i]), settings.algorithm.kl_penalty)
+        answer.reward -= settings.algorithm.kl_coef * float(kl.sum())
+        total, count = total + float(kl.sum()), count + len(kl)
+    return {"kl_in_reward": total / max(1, count)}
+
+
 def set_advantages(answers: list[Answer], settings: GrpoSettings) -> None:
     algorithm = settings.algorithm
     values = group_advantages([a.reward for a in answers], [a.group for a in answers], algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo)

@@ -17,7 +17,9 @@ from mfsdp_cli.config.load import read_resolved, to_dict
 from mfsdp_cli.config.schema_grpo import GrpoSettings
 from mfsdp_cli.data.loader import BatchStream
 from mfsdp_cli.train import ahead, correction, losses
-from mfsdp_cli.train.answers import Answer, answer_metrics, experience, sample_of, score, set_advantages, usable_groups, write_samples
+from mfsdp_cli.train.answers import (
+    Answer, answer_metrics, experience, sample_of, score, set_advantages, split, subtract_kl, usable_groups, write_samples,
+)
 from mfsdp_cli.train.process import RankProcess, parse_arguments
 from mfsdp_cli.train.schedule import due, learning_rate
 from mfsdp_cli.train.weight_sync import weight_sync
@@ -51,6 +53,8 @@ def train(settings: GrpoSettings, run_dir: Path, process: RankProcess) -> None:
 
 
 def loop(run: Run, log, meter) -> None:
+    from mfsdp_cli.train.metrics import grpo_line
+
     settings, process, trainer = run.settings, run.process, run.settings.trainer
     record: dict = {}
     coming = run.rollout_of_checkpoint()
@@ -292,25 +296,6 @@ class Run:
         self.weights.close()
 
 
-def split(answers: list[Answer], groups_per_part: int) -> list[list[int]]:
-    """Positions of the answers, by so many groups at a time, in order."""
-    groups = list(dict.fromkeys(a.group for a in answers))
-    parts = [set(groups[i : i + groups_per_part]) for i in range(0, len(groups), groups_per_part)]
-    return [[i for i, a in enumerate(answers) if a.group in part] for part in parts]
-
-
-def subtract_kl(answers: list[Answer], old: dict, ref: dict, settings: GrpoSettings) -> dict:
-    """reward -= kl_coef * sum over the response of the KL estimate, as verl's apply_kl_penalty; its mean per token."""
-    import torch
-
-    total, count = 0.0, 0
-    for i, answer in enumerate(answers):
-        kl = losses.kl_penalty(torch.from_numpy(old[i]), torch.from_numpy(ref[i]), settings.algorithm.kl_penalty)
-        answer.reward -= settings.algorithm.kl_coef * float(kl.sum())
-        total, count = total + float(kl.sum()), count + len(kl)
-    return {"kl_in_reward": total / max(1, count)}
-
-
 def summarize(parts: list[dict]) -> dict:
     """Statistics of all updates of a step: means over tokens, shares of loss averaged over the updates."""
     merged = losses.merge(parts)
@@ -324,15 +309,6 @@ def summarize(parts: list[dict]) -> dict:
     rename = {"total_loss": "loss", "clip_low": "clip_low_share", "clip_high": "clip_high_share", "clip_dual": "clip_dual_share"}
     return ({rename.get(k, k): v for k, v in found.items() if k != "num_tokens"} | {"num_response_tokens": merged["num_tokens"]}
             | {f"mismatch/{k}": v for k, v in mismatch.items()} | {f"correction/{k}": v for k, v in losses.means(corrected).items()})
-
-
-def grpo_line(record: dict) -> str:
-    from mfsdp_cli.train.metrics import count_words, duration_words
-
-    return (f"step {record['step']}/{record['total_steps']} reward {record['reward']:.3f} pass {record['pass_rate']:.3f} loss {record['loss']:.4f} "
-            f"kl {record.get('kl', 0.0):.4f} entropy {record['entropy']:.3f} len {record['response_length']:.0f} trunc {record['truncated_share']:.2f} "
-            f"clip {record['clip_low_share'] + record['clip_high_share']:.3f} mismatch {record['mismatch/abs']:.1e} grad_norm {record['grad_norm']:.2f} tok/s {count_words(record['tokens_per_s'])} "
-            f"rollout {record['rollout_s']:.1f}s update {record['update_s']:.1f}s eta {duration_words(record['eta_s'])}")
 
 
 if __name__ == "__main__":

@@ -179,6 +179,13 @@ def step_line(record: dict) -> str:
     return " ".join(parts + [form(record[key]) for key, form in formats.items() if record.get(key) is not None])
 
 
+def grpo_line(record: dict) -> str:
+    return (f"step {record['step']}/{record['total_steps']} reward {record['reward']:.3f} pass {record['pass_rate']:.3f} loss {record['loss']:.4f} "
+            f"kl {record.get('kl', 0.0):.4f} entropy {record['entropy']:.3f} len {record['response_length']:.0f} trunc {record['truncated_share']:.2f} "
+            f"clip {record['clip_low_share'] + record['clip_high_share']:.3f} mismatch {record['mismatch/abs']:.1e} grad_norm {record['grad_norm']:.2f} tok/s {count_words(record['tokens_per_s'])} "
+            f"rollout {record['rollout_s']:.1f}s update {record['update_s']:.1f}s eta {duration_words(record['eta_s'])}")
+
+
 def count_words(count: float) -> str:
     """950 -> "950", 18240 -> "18.2k", 1234567 -> "1.2M"."""
     if count < 999.5:
