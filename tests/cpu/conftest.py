@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 ENVIRONMENT = {
@@ -18,6 +20,8 @@ def megatron():
             patch.setenv(name, value)
         import mfsdp_cli.engine.megatron  # noqa: F401
 
+        gc.collect()
+        gc.freeze()  # else every forked rank's garbage collection would copy the pages of all that was imported
         yield
 
 
