@@ -10,8 +10,9 @@ Float32 master weights, gradients and Adam moments on all sides; full optimizer 
 nobody waits for the GPU but before the first timed step and after the last. With --peers all start from the same random weights, written
 once, and train on the same tokens in every step, so that losses can be compared; without, mfsdp starts from Megatron's own. Columns:
 tokens/s and share of --tflops (6 x parameters x tokens) of all timed steps together, both for each GPU; peak memory that torch allocated on
-the first; milliseconds of the median step and of the slowest; loss of the last. --data gsm8k-lengths packs conversations of GSM8K's lengths, another batch every
-step, packing included in the time; everything in them is learned, as in the fixed rows and by the peers. gsm8k-answers: only the last 55 %.
+the first; milliseconds of the median step and of the slowest; loss of the last. --data gsm8k-lengths packs conversations of GSM8K's lengths,
+another batch every step, packing included in the time; everything in them is learned, as in the fixed rows and by the peers. gsm8k-answers:
+only the last 55 %.
 Beyond the project's own packages: --peers hf-liger needs liger-kernel (0.8.5: one wheel of pure Python, no dependencies but torch and
 triton), --peers trl needs trl, accelerate, datasets, dill, multiprocess, xxhash and pandas.
 """
@@ -159,8 +160,10 @@ def ours(shape: str, tokens: int, seq: int, recompute: str = "none", data: str =
     from mfsdp_cli.types import Sample
 
     settings = EngineSettings(recompute=recompute, dtype="bfloat16", transformer_impl=impl, tensor_model_parallel_size=tp)
-    here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    device = here if mpu.is_initialized() else init_distributed(settings, 600)
+    if mpu.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    else:
+        device = init_distributed(settings, 600)
     with nullcontext(folder) if folder else config_folder(shape) as source:
         engine = MegatronEngine(str(source), settings, OptimSettings(**(LEAN if lean else {})), device=device, load_weights=bool(folder))
 
