@@ -66,28 +66,32 @@ def choices_of(allowed):
 # --- processes ------------------------------------------------------------------------------------------------------------
 
 
-def alone() -> dict[str, str]:
-    """Variables of a process with one GPU that is no rank of anything: accelerate would wrap the peers' models in DDP for one rank, and
-    transformers' trainer in DataParallel for several GPUs."""
+def visible(count: int) -> dict[str, str]:
+    """Variables of a process that sees so many of the GPUs that this one sees."""
     found = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    if not gpu_names():
+    if not (names := gpu_names()):
         return found | {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return found | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    if len(names) < count:
+        raise SystemExit(f"{count} GPUs are asked for, and {len(names)} are visible")
+    numbers = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    return found | {"CUDA_VISIBLE_DEVICES": ",".join(numbers.split(",")[:count])}
+
+
+def alone() -> dict[str, str]:
+    """Those of a process with one GPU that is no rank of anything: accelerate would wrap the peers' models in DDP for one rank, and
+    transformers' trainer in DataParallel for several GPUs."""
+    return visible(1)
 
 
 def one_rank(port: int) -> dict[str, str]:
     """Those of a process that is a group of one rank, as torchrun and `launch.command` would set them."""
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return alone() | place | {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    return visible(1) | place | {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
 def several_ranks(count: int) -> dict[str, str]:
     """Those of torchrun for `count` ranks, which get GPUs of their own."""
-    found = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    if not (names := gpu_names()):
-        return found | {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    assert len(names) >= count, f"{len(names)} GPUs are visible, and {count} are asked for"
-    return found
+    return visible(count) | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
 def run_child(script: str, part: str, arguments: list[str], timeout_s: float, log: Path | None = None, ranks: int = 1, **environ: str) -> dict:
@@ -116,16 +120,16 @@ def run_child(script: str, part: str, arguments: list[str], timeout_s: float, lo
 def print_row(part: Callable[[], dict]) -> None:
     """Call a part and print its result as one line of JSON; a failure becomes {"failed": reason}, its traceback goes to stderr. Of several
     ranks the first prints; another one's failure ends its process, and torchrun all."""
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
         row = part()
-        if int(os.environ.get("RANK", 0)):
-            return
     except Exception as error:
-        if int(os.environ.get("RANK", 0)):
+        if not is_first:
             raise
         traceback.print_exc()
         row = {"failed": "out of memory" if type(error).__name__ == "OutOfMemoryError" else f"{type(error).__name__}: {error}"[:300]}
-    print("\n" + json.dumps(row), flush=True)
+    if is_first:
+        print("\n" + json.dumps(row), flush=True)
 
 
 def kill_tree(pid: int) -> None:

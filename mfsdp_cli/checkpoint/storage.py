@@ -42,10 +42,8 @@ class Writer(dcp.FileSystemWriter):
         with _without_zip_checksums():
             try:
                 done = super().write_data(plan, planner)
-            except Exception:
+            finally:
                 self._raise_root()
-                raise
-        self._raise_root()
         assert len(done.value()) == len(plan.items), f"{len(done.value())} of {len(plan.items)} parts written"
         return done
 

@@ -20,6 +20,7 @@ from mfsdp_cli.train import ahead, correction, losses
 from mfsdp_cli.train.answers import (
     Answer, answer_metrics, experience, sample_of, score, set_advantages, split, subtract_kl, usable_groups, write_samples,
 )
+from mfsdp_cli.train.metrics import EtaMeter, MetricsLog, grpo_line
 from mfsdp_cli.train.process import RankProcess, parse_arguments
 from mfsdp_cli.train.schedule import due, learning_rate
 from mfsdp_cli.train.weight_sync import weight_sync
@@ -38,7 +39,6 @@ def train(settings: GrpoSettings, run_dir: Path, process: RankProcess) -> None:
     import torch
 
     from mfsdp_cli.rewards.pool import RewardPool
-    from mfsdp_cli.train.metrics import EtaMeter, MetricsLog
     from mfsdp_cli.train.ray_group import Cluster
 
     trainer, reward = settings.trainer, settings.reward
@@ -53,8 +53,6 @@ def train(settings: GrpoSettings, run_dir: Path, process: RankProcess) -> None:
 
 
 def loop(run: Run, log, meter) -> None:
-    from mfsdp_cli.train.metrics import grpo_line
-
     settings, process, trainer = run.settings, run.process, run.settings.trainer
     record: dict = {}
     coming = run.rollout_of_checkpoint()
