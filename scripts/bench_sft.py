@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=4, help="steps before these")
     parser.add_argument("--gpus", type=int, default=1, help="of mfsdp; FSDP over those that --tp leaves")
     parser.add_argument("--tp", type=int, default=1, help="of mfsdp: GPUs that split each matrix, and share a micro batch")
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--recompute", choices=("none", "full"), default="none")
     parser.add_argument("--lean", action="store_true", help="mfsdp with bfloat16 gradients and moments (float32 main weights stay)")
     parser.add_argument("--impl", choices=("auto", "local", "transformer_engine"), default="auto", help="engine.transformer_impl")
     parser.add_argument("--data", type=choices_of(DATA), default=["fixed"], help="of mfsdp: " + ",".join(DATA))

@@ -224,27 +224,6 @@ def transformer_engine(s, f) -> Iterator[Problem]:
                       code=MACHINE_UNFIT)
 
 
-def selective_problem(s, config: dict | None) -> tuple[str, str] | None:
-    """Why engine.recompute=selective would find nothing to leave out, and what would do; None when it finds it, or may."""
-    if config and is_moe(config):
-        return "the layers of a mixture of experts have no such MLP", "engine.recompute=full, or none"
-    if s.engine.transformer_impl == "transformer_engine":
-        return "TransformerEngine's layers keep the output of SwiGLU", "engine.transformer_impl=local, or engine.recompute=full"
-    return None
-
-
-def recomputations(s, config: dict | None) -> tuple[str, ...]:
-    """Values of engine.recompute that mean something here, from the fastest to the one that saves most."""
-    return ("none", "full") if selective_problem(s, config) else ("none", "selective", "full")
-
-
-@rule("selective-needs-dense", "what engine.recompute=selective leaves out is there: the MLP of a dense model in our own layers",
-      "mfsdp, engine/layers.py, ForgetfulLinear", fix="engine.recompute=full, or none")
-def selective_recomputation(s, f) -> Iterator[Problem]:
-    if s.engine.recompute == "selective" and (found := selective_problem(s, f.model_config)):
-        yield Problem("engine.recompute", "selective", *found)
-
-
 @rule("cp-needs-te", "context parallelism has TransformerEngine's attention",
       "megatron-core 0.19.2 transformer/dot_product_attention.py:57-59", fix="engine.context_parallel_size=1")
 def context_parallel_layers(s, f) -> Iterator[Problem]:

@@ -65,8 +65,8 @@ class EngineSettings(Section):
     device: str = opt("auto", "auto: cuda when nvidia-smi lists a GPU, else cpu", choices=("auto", "cuda", "cpu"))
     transformer_impl: str = opt("auto", "layers: ours (local), or TransformerEngine's; auto: the latter for experts, if installed",
                                 choices=("auto", "local", "transformer_engine"))
-    recompute: str = opt("none", "what is computed again in the backward pass to save memory: SwiGLU's output (selective), or each layer (full)",
-                         choices=("none", "selective", "full"))
+    recompute: str = opt("none", "what is computed again in the backward pass to save memory: nothing but SwiGLU's output, or each layer (full)",
+                         choices=("none", "full"))
     param_offload: bool = opt(False, "not supported with Megatron-FSDP: must stay False")
     optimizer_offload: bool = opt(False, "not supported with Megatron-FSDP: must stay False")
     override_transformer_config: dict = opt({}, "fields of Megatron's TransformerConfig to set as given")

@@ -35,8 +35,13 @@ def _import_auto_bridge():
     with lean.stand_ins(HAVE_TRANSFORMER_ENGINE):
         import megatron.bridge.peft.lora
         import megatron.bridge.peft.utils
+        from megatron.bridge.models.conversion import param_mapping
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
+    # Both are asked for every tensor of an export, and took half of its time: a module of ModelOpt, which no model here has (the question
+    # imports modelopt, or fails to), and a copy of the configuration for a broadcast over pipeline stages, of which there is one.
+    param_mapping.is_modelopt_dynamic_module = lambda module: False
+    param_mapping.remove_non_pickleables = lambda config, max_depth: config
     if not HAVE_TRANSFORMER_ENGINE:
         # Bridge asks these when it looks for adapters during an export.
         for module in (megatron.bridge.peft.lora, megatron.bridge.peft.utils):

@@ -21,10 +21,24 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     gate, up = x.chunk(2, -1)
     sigmoid = torch.sigmoid(gate)
-    return torch.cat((grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid), -1)
+    return torch.cat((grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid), -1), swiglu(x)
+
+
+def add_product_(into: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, beta: float) -> torch.Tensor:
+    product = grad.t().matmul(x)
+    return into.add_(product) if beta else into.copy_(product)
+
+
+def rms_norm_backward(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor,
+                      of_residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    normed, grad = x.float() * rstd, grad.float()
+    of_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    grad = grad * weight
+    out = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * rstd + of_residual
+    return out.to(x.dtype), of_weight
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool = False) -> torch.Tensor:
@@ -34,6 +48,18 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool
         return x * cos + torch.cat((second, -first), -1)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def split_rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, queries: int):
+    d = cos.shape[-1]
+    q, k, v = qkv.view(len(qkv), groups, queries + 2, d).split([queries, 1, 1], 2)
+    return rotate(q.flatten(1, 2), cos, sin), rotate(k.flatten(1, 2), cos, sin), v.flatten(1, 2)
+
+
+def split_rotate_backward(cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    tokens, groups, d = k.shape
+    parts = rotate(q, cos, sin, backward=True).view(tokens, groups, -1, d), rotate(k, cos, sin, backward=True)[:, :, None], v[:, :, None]
+    return torch.cat(parts, 2).view(tokens, groups, -1)
 
 
 def row_sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

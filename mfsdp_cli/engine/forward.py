@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_cli.engine import host
-from mfsdp_cli.engine.layers import PackedPositions
+from mfsdp_cli.engine.attention import PackedPositions
 from mfsdp_cli.engine.vocab_parallel import label_log_probs
 from mfsdp_cli.types import PackedBatch
 

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from mfsdp_cli.config.schema import EngineSettings, OptimSettings
 from mfsdp_cli.engine import bridge as bridging  # first: it decides how megatron is imported
 from mfsdp_cli.engine import forward
-from mfsdp_cli.engine.optimizer import DTYPES, build_optimizer, grad_norm, install_weights
+from mfsdp_cli.engine.optimizer import DTYPES, build_optimizer, grad_norm
 from mfsdp_cli.types import PackedBatch
 
 from megatron.core import parallel_state as mpu  # noqa: E402
@@ -186,7 +185,6 @@ class MegatronEngine:
         clip = self.optim.clip_grad
         # As torch.nn.utils.clip_grad_norm_: times clip / (norm + 1e-6) where that is below 1.
         optimizer.optimizer.step((norm + 1e-6).div(clip).clamp(min=1.0) if clip > 0 else None, self._broken)
-        install_weights(self.module.module.param_and_grad_buffer)
         self.module.start_param_sync()  # distrib_optimizer.py, step_with_ready_grads: the module's own parameters are back in it
         self.num_updates += 1
         return norm
@@ -285,12 +283,11 @@ def build_provider(bridge, settings: EngineSettings, vocab_rows: int, on_cpu: bo
     if not transformer_engine:
         from mfsdp_cli.engine.layers import packed_layer_spec
 
-        layers = partial(packed_layer_spec, forgetful=settings.recompute == "selective")
-        overrides |= {"transformer_layer_spec": layers, "persist_layer_norm": False, "apply_rope_fusion": False, "masked_softmax_fusion": False}
+        overrides |= {"transformer_layer_spec": packed_layer_spec, "persist_layer_norm": False, "apply_rope_fusion": False, "masked_softmax_fusion": False}
         if provider.num_moe_experts:
             overrides |= {"moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False}
         else:
-            overrides |= {"use_te_activation_func": True}  # the name of the place that layers.SwiGLU takes
+            overrides |= {"use_te_activation_func": True}  # the name of the place that layers.GateAndUp takes
     fused = transformer_engine or bool(provider.num_moe_experts) and not on_cpu
     overrides |= {"bias_dropout_fusion": fused, "bias_activation_fusion": fused}
     overrides |= settings.override_transformer_config

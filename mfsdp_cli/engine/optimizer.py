@@ -40,7 +40,7 @@ def build_optimizer(model: list, optim: OptimSettings, dtype: torch.dtype):
     for group in optimizer.param_groups:
         # Megatron leaves this to its parameter scheduler, which is not used here; the factor is 0 for biases and norms.
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
-    optimizer.optimizer = AdamW(optimizer.param_groups, optim)
+    optimizer.optimizer = AdamW(optimizer.param_groups, optim, model[0].module.param_and_grad_buffer)
     # Only says where gradients are: its own optimizer of that name is TransformerEngine's.
     optimizer.config.use_precision_aware_optimizer = optim.main_grads_dtype == "bfloat16"
     return optimizer
@@ -78,9 +78,21 @@ def install_weights(buffer) -> None:
     torch._foreach_copy_([model for model, _ in pairs], [main for _, main in pairs])
 
 
+def model_weights(buffer) -> dict[int, torch.Tensor]:
+    """Address of this rank's part of a main weight -> that part of the model's weight, for parameters that have one here."""
+    found = {}
+    for group in buffer.parameter_groups:
+        if (main := group.main_weight_buffer) is not None:
+            parts = [(main.get_item(i, only_shard=True), group.model_weight_buffer.get_item(i, only_shard=True)) for i in range(len(group.params))]
+            found |= {ours.data_ptr(): model for ours, model in parts if ours.numel()}
+    return found
+
+
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW on this rank's parts, some parameters at a time; gradients and moments narrower than float32 become float32 for
-    that moment.
+    """AdamW on this rank's parts. Afterwards the model's weights are the new main weights, rounded.
+
+    On CUDA one kernel a parameter, from gradient to rounded weight; elsewhere torch's fused AdamW, some parameters at a time, for which gradients
+    and moments narrower than float32 become float32 for that moment.
 
     Every parameter has its moments from the start. Torch makes the state of a parameter at its first gradient, which a parameter
     whose shard on this rank is empty never gets: ranks would hold different sets of names, and the collectives of a save or load
@@ -88,10 +100,13 @@ class AdamW(torch.optim.AdamW):
 
     Moments go back to their dtype rounded to nearest. bfloat16 has 8 bits: a moment that should shrink by less than 2^-9 of itself
     stays as it is for ever. It shrinks by 1 - beta of itself; the rule narrow-moments keeps that apart from 2^-9.
+
+    buffer  Megatron-FSDP's, with the model's weights; None: there are none besides the parameters
     """
 
-    def __init__(self, groups: list[dict], optim: OptimSettings):
+    def __init__(self, groups: list[dict], optim: OptimSettings, buffer=None):
         super().__init__(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, fused=True, foreach=False)
+        self.buffer = buffer
         for group in self.param_groups:
             group.update(fused=True, foreach=False)  # of Megatron's optimizer it has what that one chose
             for param in group["params"]:
@@ -104,9 +119,32 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """grad_scale [] divides the gradients first; where found_inf [] is 1, nothing changes (both float32, on the device)."""
+        if found_inf.is_cuda:
+            weights = model_weights(self.buffer) if self.buffer else {}
+            for group in self.param_groups:
+                self._step_on_gpu(group, weights, grad_scale, found_inf)
+            return
         for group in self.param_groups:
             for params in _chunks(group["params"]):
                 self._step(group, params, grad_scale, found_inf)
+        if self.buffer:
+            install_weights(self.buffer)
+
+    def _step_on_gpu(self, group: dict, weights: dict[int, torch.Tensor], grad_scale, found_inf) -> None:
+        from mfsdp_cli.engine import kernels
+
+        params = [param for param in group["params"] if gradient(param) is not None]
+        if not params:
+            return
+        steps = [self.state[param]["step"] for param in params]
+        torch._foreach_add_(steps, [1 - found_inf] * len(steps))  # a single tensor would be taken for a number, with a wait for it
+        first, second = (1 - beta ** steps[0].double() for beta in group["betas"])
+        scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
+        factors = torch.stack([scale, (group["lr"] / first).float(), second.sqrt().float(), found_inf])
+        for param in params:
+            main, state = local(param.data), self.state[param]
+            kernels.adamw_(main, gradient(param), local(state["exp_avg"]), local(state["exp_avg_sq"]), weights.get(main.data_ptr()), factors,
+                           group["lr"], group["weight_decay"], group["betas"], group["eps"])
 
     def _step(self, group: dict, params: list[torch.nn.Parameter], grad_scale, found_inf) -> None:
         states = [self.state[param] for param in params]

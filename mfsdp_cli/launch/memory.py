@@ -135,26 +135,25 @@ def waiting_gradients(shape: Shape, layout: Layout, done: int) -> int:
 # --- what a micro batch needs -------------------------------------------------------------------------------------------
 
 
-def saved_by_layer(shape: Shape, layout: Layout, forgets_product: bool = False) -> int:
+def saved_by_layer(shape: Shape, layout: Layout) -> int:
     """Bytes a token that one layer keeps for its backward pass (local layers, engine.layers; flash attention).
 
     By element: input and output of the two norms (4 h, / split; the first input is the layer's own, the second the residual);
-    QKV as computed, which the values are a view of (q + 2 kv, / tp); rotated queries and keys (q + kv); attention's output
-    (q); gate and up (2 f, / tp) and their product (f). With qk_norm the queries and keys before it (q + kv). In float32:
+    rotated queries and keys, values, attention's output (2 q + 2 kv, / tp); gate and up (2 f, / tp). With qk_norm the
+    projection as computed, which the values are a view of, and the queries and keys before their norm (2 q + 2 kv). In float32:
     log-sum-exp of each head, one root mean square a norm.
     Of experts, instead of the MLP: each token's copy for each chosen expert, and gate, up and product there
     (chosen x (h + 3 f), / split), if all ranks get equally many; router logits, probabilities and map, float32 (3 e).
-    Dropout is 0 and saves no mask; the rotary table is shared by all layers. With engine.recompute=selective a dense layer keeps no
-    product of gate and up (engine.layers.ForgetfulLinear).
+    Dropout is 0 and saves no mask; the rotary table is shared by all layers.
     """
     q, kv, h, f = shape.query, shape.key_value, shape.hidden, shape.ffn
-    attention = 3 * (q + kv) + (q + kv if shape.qk_norm else 0)
+    attention = (4 if shape.qk_norm else 2) * (q + kv)
     heads = shape.heads + (shape.heads + shape.groups if shape.qk_norm else 0)
     numbers = FP32 * (heads / layout.tp + 2 / layout.split)
     if shape.experts:
         mlp = layout.width * shape.chosen * (h + 3 * f) / layout.split + FP32 * 3 * shape.experts / layout.split
     else:
-        mlp = layout.width * (2 if forgets_product else 3) * f / layout.tp
+        mlp = layout.width * 2 * f / layout.tp
     return math.ceil(layout.width * (4 * h / layout.split + attention / layout.tp) + mlp + numbers)
 
 
@@ -164,9 +163,10 @@ def saved_by_recomputation(shape: Shape, layout: Layout) -> int:
 
 
 def layer_at_work(shape: Shape, layout: Layout) -> int:
-    """Bytes a token of gradients in the middle of one layer's backward pass: those of gate, up and their product (3 f) beside the
-    residual's and the norm's (2 h); with sequence parallelism the gathered sequence too (h, tensor_parallel/layers.py)."""
-    per_layer = shape.chosen * (3 * shape.ffn + 2 * shape.hidden) / layout.split if shape.experts else 3 * shape.ffn / layout.tp
+    """Bytes a token in the middle of one layer's backward pass: the gradients of gate, up and their product (3 f), that product again in a dense
+    layer (f, engine.linear), the residual's gradient and the norm's (2 h); with sequence parallelism the gathered sequence too (h,
+    tensor_parallel/layers.py)."""
+    per_layer = shape.chosen * (3 * shape.ffn + 2 * shape.hidden) / layout.split if shape.experts else 4 * shape.ffn / layout.tp
     gathered = shape.hidden if layout.split > 1 else 0
     return math.ceil(layout.width * (per_layer + 2 * shape.hidden / layout.split + gathered))
 
@@ -219,7 +219,7 @@ def training_peak(shape: Shape, layout: Layout, tokens: int, recompute: str = "n
         "moments": moments(shape, layout), "gathered weights": gathered_weights(shape, layout),
     }
     whole = saved_by_layer(shape, layout)
-    saved = {"none": whole, "selective": saved_by_layer(shape, layout, True), "full": saved_by_recomputation(shape, layout)}[recompute]
+    saved = saved_by_recomputation(shape, layout) if recompute == "full" else whole
     matrix = vocab_matrix(shape, layout.tp) * layout.width  # gradient of embedding or output layer, before it is added to its buffer
     piece = piece_of_logits(shape, layout, tokens, temperature)
 

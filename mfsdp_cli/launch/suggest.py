@@ -16,7 +16,7 @@ from mfsdp_cli.config.load import load
 from mfsdp_cli.config.parameters import active_parameters, model_shape, num_parameters
 from mfsdp_cli.config.rules import check
 from mfsdp_cli.config.rules_model import shape_of
-from mfsdp_cli.config.rules_parallel import recomputations, workable_tp, world_size
+from mfsdp_cli.config.rules_parallel import workable_tp, world_size
 from mfsdp_cli.config.rules_rollout import sampler_gpus
 from mfsdp_cli.config.schema import SftSettings
 from mfsdp_cli.config.schema_grpo import GrpoSettings
@@ -29,8 +29,7 @@ from mfsdp_cli.launch.plan import Plan, by_tokens, longest_sequence, make_plan, 
 # A micro batch takes a x (tokens x parameters + this): 1.5B on one H200 did 42,574 tokens/s with 16,384 tokens and 49,072 with 32,768
 # (docs/performance.md, earlier code); the speeds of 0.5B and 3B then follow within 9 %.
 FIXED_WORK = 9.1e12
-# Time with it against time without: a second forward pass beside one forward and a backward pass of two; SwiGLU again, 6 of 335 ms on an H200.
-RECOMPUTATION = {"none": 1.0, "selective": 1.02, "full": 4 / 3}
+RECOMPUTATION = {"none": 1.0, "full": 4 / 3}  # time: a second forward pass beside one forward and a backward pass of two
 MOST_TOKENS = 65536
 ROOM = 0.95  # of a GPU, since a prediction may be too low
 SHOWN = 12
@@ -206,7 +205,7 @@ def candidates(settings: SftSettings | GrpoSettings, facts: Facts) -> Iterator[S
     for tp in workable_tp(base, shape_of(facts.model_config)):
         if tp > ranks:
             continue  # tensor-parallel ranks talk in every layer: not across nodes
-        for ep, recompute, size in product(sizes, recomputations(base, facts.model_config), micro_batch_sizes(settings, world // tp)):
+        for ep, recompute, size in product(sizes, RECOMPUTATION, micro_batch_sizes(settings, world // tp)):
             values = {NPROC: ranks, TP: tp, EP: ep, RECOMPUTE: recompute, micro_batch_key(settings): size}
             yield layout_with(settings, values | unsplit, facts)
 

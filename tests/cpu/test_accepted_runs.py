@@ -26,7 +26,7 @@ MOST_DRAWS = 200
 
 SHARED = {
     "engine.dtype": ["float32", "bfloat16"],
-    "engine.recompute": ["selective", "full"],
+    "engine.recompute": ["full"],
     "engine.transformer_impl": ["local"],
     "engine.override_transformer_config": ["{attention_softmax_in_fp32: true}", "{masked_softmax_fusion: false}",
                                            "{moe_aux_loss_coeff: 0.01}",

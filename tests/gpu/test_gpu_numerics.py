@@ -17,6 +17,7 @@ from models import HfLoop, conversations, packed_log_probs, step
 from mfsdp_cli.config.schema import EngineSettings, OptimSettings
 
 LENGTHS = (13, 30, 7, 22, 5) if SMALL else (700, 33, 1025, 260, 2, 411)
+LONG = (2048, 33, 4000, 1, 1500)
 
 
 def where():
@@ -90,7 +91,7 @@ def attention_errors(head_dim: int, heads: int, groups: int, lengths: tuple[int,
     from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
     import mfsdp_cli.engine.megatron  # noqa: F401  (decides how megatron is imported)
-    from mfsdp_cli.engine.layers import PackedAttention, PackedPositions
+    from mfsdp_cli.engine.attention import PackedAttention, PackedPositions
 
     device, generator = where(), torch.Generator().manual_seed(0)
     total = sum(lengths)
@@ -135,9 +136,11 @@ def attention_errors(head_dim: int, heads: int, groups: int, lengths: tuple[int,
     return {name: error(part) for name, part in found.items()}
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, pytest.param(LONG, marks=pytest.mark.skipif(ON_CPU, reason="on CPU the same code as for short ones"))],
+                         ids=["short: flash attention 2", "long: flash attention 4, where installed"])
 @pytest.mark.parametrize("head_dim, heads, groups", [(64, 14, 2), (128, 12, 2), (128, 8, 8)])
-def test_packed_attention_forward_and_backward_is_sdpa_a_sequence(one_rank, head_dim, heads, groups):
-    [errors] = one_rank.run(attention_errors, head_dim, heads, groups, LENGTHS)
+def test_packed_attention_forward_and_backward_is_sdpa_a_sequence(one_rank, head_dim, heads, groups, lengths):
+    [errors] = one_rank.run(attention_errors, head_dim, heads, groups, lengths)
     print(f"head_dim {head_dim}, {heads} heads, {groups} groups: {errors}")
     for key, error in errors["ours"].items():
         assert error < 1e-2 and error < 1.5 * errors["sdpa"][key] + 1e-4, key  # bfloat16 operands: between 1e-3 and 1e-2

@@ -2,7 +2,7 @@ import subprocess
 import sys
 
 import pytest
-from facts_for_tests import make_facts, make_settings
+from facts_for_tests import VERSIONS, make_facts, make_settings
 from grpo_for_tests import CPU, cpu_facts, grpo_facts, grpo_settings
 
 from mfsdp_cli.launch.command import child_command, child_environment, driver_command, shell_line, torchrun_command
@@ -38,6 +38,18 @@ def test_max_connections_is_always_explicit_and_above_one(inherited, set_to):
 def test_gpus_are_left_as_they_are():
     added = environment(make_settings(), make_facts())
     assert added == {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def test_kernels_that_flash_attention_4_compiles_are_kept():
+    enabled, folder = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+    added = environment(make_settings(), make_facts(environ={"HOME": "/home/a"}))
+    assert (added[enabled], added[folder]) == ("1", "/home/a/.cache/mfsdp/flash-attn-4")
+    assert environment(make_settings(), make_facts(environ={"HOME": "/home/a", "XDG_CACHE_HOME": "/c"}))[folder] == "/c/mfsdp/flash-attn-4"
+    own = environment(make_settings(), make_facts(environ={"HOME": "/home/a", enabled: "0", folder: "/x"}))
+    assert (own[enabled], own[folder]) == ("0", "/x"), "the user's own choice"
+    without = make_facts(environ={"HOME": "/home/a"}, versions=VERSIONS | {"flash-attn-4": None})
+    assert enabled not in environment(make_settings(), without)
+    assert enabled not in environment(make_settings(engine__device="cpu"), make_facts(environ={"HOME": "/home/a"}))
 
 
 def test_cpu_hides_gpus_and_shares_cores():
