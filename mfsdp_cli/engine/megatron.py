@@ -155,9 +155,9 @@ class MegatronEngine:
             return loss.detach()
 
         assert self.optimizer is not None
-        self.optimizer.zero_grad()
-        self.module.zero_grad_buffer()
-        self.module.train()
+        self.optimizer.zero_grad()  # Megatron-FSDP's buffer
+        if not self.module.training:
+            self.module.train()
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for number, batch in enumerate(micro_batches, start=1):
             batch = forward.to_device(batch, self.device)

@@ -29,6 +29,9 @@ SAMPLING_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_agent_register_timeout_ms": "120000",  # 30 s by default, too short for its imports on a busy machine
 }
+# Its second model runner draws with seeds and takes log-probabilities in kernels of its own; the first needs a launch for every seeded
+# request in every step. vLLM 0.24 takes it by itself for Llama, Qwen3 and Mistral, not for Qwen2 (config/vllm.py).
+SAMPLING_VARIABLES_OF_GPUS = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 def child_command(settings: SftSettings | GrpoSettings, run_dir: str | Path, attempt_dir: str | Path, node_rank: int) -> list[str]:
@@ -75,7 +78,8 @@ def child_environment(settings: SftSettings | GrpoSettings, plan: Plan, facts: F
         "TOKENIZERS_PARALLELISM": "false",
     }
     if kind_of(settings) == "grpo":
-        added |= {name: facts.environ.get(name) or value for name, value in SAMPLING_VARIABLES.items()}
+        wanted = SAMPLING_VARIABLES if plan.device == "cpu" else SAMPLING_VARIABLES | SAMPLING_VARIABLES_OF_GPUS
+        added |= {name: facts.environ.get(name) or value for name, value in wanted.items()}
     if plan.device != "cpu" and (folder := _cache_folder(facts.environ)) and facts.versions.get("flash-attn-4"):
         # FlashAttention 4 compiles its kernels at the first step, 10 to 20 s; kept, they are read at the next start.
         kept = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{folder}/flash-attn-4"}

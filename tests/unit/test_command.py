@@ -77,12 +77,14 @@ def test_a8c_grpo_never_leaves_max_connections_unset(capability, inherited, set_
         "CUDA_DEVICE_MAX_CONNECTIONS": set_to, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
     }
 
 
 def test_grpo_keeps_the_users_choices_and_hides_gpus_on_cpu():
     assert environment(grpo_settings(), grpo_facts(environ={"VLLM_USE_FLASHINFER_SAMPLER": "1"}))["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
-    assert environment(grpo_settings(**CPU), cpu_facts())["CUDA_VISIBLE_DEVICES"] == ""
+    on_cpu = environment(grpo_settings(**CPU), cpu_facts())
+    assert on_cpu["CUDA_VISIBLE_DEVICES"] == "" and "VLLM_USE_V2_MODEL_RUNNER" not in on_cpu
 
 
 def test_shell_line_survives_the_shell():
