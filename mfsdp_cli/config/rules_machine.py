@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mfsdp_cli.config.rulebook import KNOWN_GOOD, OWN, numbers_of, rule
@@ -15,8 +15,8 @@ from mfsdp_cli.errors import MACHINE_UNFIT, Problem
 
 TRANSFORMERS = ((5, 8, 0), (5, 12, 1))  # range that Bridge 0.6.2 declares
 KNOWN_GOOD_RAY = {"ray": "2.60.0"}
-FLASH_4_VERSION = "4.0.0b18"
-FLASH_4 = f"flash-attn-4=={FLASH_4_VERSION} 'nvidia-cutlass-dsl[cu13]==4.5.2' quack-kernels==0.5.0 apache-tvm-ffi==0.1.9"
+FLASH_4_VERSIONS = {"flash-attn-4": "4.0.0b18", "nvidia-cutlass-dsl": "4.5.2"}
+FLASH_4 = "flash-attn-4==4.0.0b18 'nvidia-cutlass-dsl[cu13]==4.5.2' quack-kernels==0.5.0 apache-tvm-ffi==0.1.9"
 NVIDIA_SMI_FIX = "run nvidia-smi by hand until it lists the GPUs (a new driver needs a reboot; in a container: --gpus all, and \
 NVIDIA_DRIVER_CAPABILITIES=compute,utility), or engine.device=cpu"
 AMPERE = 8.0  # compute capability from which GPUs multiply bfloat16
@@ -170,24 +170,27 @@ def transformer_engine_is_whole(s, f) -> Iterator[Problem]:
         yield Problem("transformer-engine", version, why, fix, "environment", level="warning")
 
 
-def flash_4_problem(version: str | None, capabilities: list[float]) -> Problem | None:
-    """What is to be said of the installed flash-attn-4, None where there is none, on GPUs of these compute capabilities (0: unknown). It is
-    written for 9 and 10. The versions are those that vLLM 0.24's own pins allow; newer ones need another nvidia-cutlass-dsl."""
-    name, known = "flash-attn-4", [c for c in capabilities if c > 0]
+def flash_4_problem(versions: Mapping[str, str | None], capabilities: list[float]) -> Problem | None:
+    """What is to be said of the installed flash-attn-4, on GPUs of these compute capabilities (0: unknown). It is written for 9 and 10. The
+    versions are those that vLLM 0.24's own pins allow; a newer flash-attn-4 and a newer nvidia-cutlass-dsl need each other."""
+    known = [c for c in capabilities if c > 0]
     if not known or not all(9 <= c < 11 for c in known):
         return None
-    if version is None:
+    found = {name: versions.get(name) for name in FLASH_4_VERSIONS}
+    if found["flash-attn-4"] is None:
         why = f"compute capability {min(known):g}: attention over sequences of 2,048 tokens would take 0.6 of the time with it"
-        return Problem(name, "not installed", why, f"pip install {FLASH_4}", "environment", level="note")
-    if version != FLASH_4_VERSION:
-        return Problem(name, version, f"tried with {FLASH_4_VERSION} only", f"pip install {FLASH_4}", "environment", level="warning")
+        return Problem("flash-attn-4", "not installed", why, f"pip install {FLASH_4}", "environment", level="note")
+    if found != FLASH_4_VERSIONS:
+        words = " and ".join(f"{name} {version}" for name, version in FLASH_4_VERSIONS.items())
+        told = ", ".join(f"{name} {version or 'not installed'}" for name, version in found.items() if version != FLASH_4_VERSIONS[name])
+        return Problem("flash-attn-4", told, f"tried with {words} only", f"pip install {FLASH_4}", "environment", level="warning")
     return None
 
 
 @rule("flash-4", "Hopper and Blackwell GPUs have FlashAttention 4, in the version that was tried", "measured here: docs/performance.md; "
       "flash-attn-4's and vLLM 0.24's metadata", level="note", fix=f"pip install {FLASH_4}")
 def flash_attention_4(s, f) -> Iterator[Problem]:
-    problem = flash_4_problem(f.versions.get("flash-attn-4"), list(f.gpu_compute_capability))
+    problem = flash_4_problem(f.versions, list(f.gpu_compute_capability))
     if problem and uses_cuda(s, f) and s.engine.dtype == "bfloat16":
         yield problem
 

