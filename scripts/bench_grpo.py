@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-tokens", type=int, default=16384, help="tokens of a micro batch of mfsdp")
     parser.add_argument("--trl-micro", type=int, default=16, help="responses of a micro batch of TRL")
     parser.add_argument("--gpu-share", type=float, default=0.4, help="of the GPU's memory, for vLLM")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="responses that vLLM samples at a time, by mfsdp and alone")
+    parser.add_argument("--max-num-seqs", type=int, default=512, help="responses that vLLM samples at a time, by mfsdp and alone")
     parser.add_argument("--sampler", choices=("vllm", "hf"), default="vllm")
     parser.add_argument("--nproc", type=int, default=1, help="trainer ranks of mfsdp")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of mfsdp's configuration; may be given again")

@@ -65,7 +65,7 @@ class RolloutSettings(Section):
     weight_transfer: str = opt("auto", "way of the weights to the samplers. ipc: vLLM on the trainer's GPUs; nccl: on its own; file: any; auto: by these",
                                choices=("auto", "file", "ipc", "nccl"))
     enable_sleep_mode: bool = opt(False, "free vLLM's memory while training")
-    max_num_seqs: int = opt(256, "responses that one vLLM engine samples at a time", low=1)
+    max_num_seqs: int = opt(512, "responses that one vLLM engine samples at a time", low=1)
     one_step_ahead: bool = opt(False, "sample the next batch with the weights of one step ago while training on this one")
     timeout_s: int = opt(1800, "longest wait for one batch of responses", unit="s", low=1)
 

@@ -6,11 +6,16 @@ Import order matters: megatron.core must decide whether TransformerEngine is the
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from mfsdp_cli.engine import cpu, lean
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError, Problem
@@ -53,6 +58,8 @@ def _import_auto_bridge():
 AutoBridge = _import_auto_bridge()
 if ON_CPU:
     cpu.patch_megatron()
+
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata  # noqa: E402
 
 
 def open_model(path: str, trust_remote_code: bool = False, with_weights: bool = True) -> AutoBridge:
@@ -151,13 +158,71 @@ def conversion_tasks(bridge: AutoBridge, model: list) -> list:
     return [t for t in bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, unwrap_model(model)) if t is not None]
 
 
+def whole_tasks(tasks: Iterable, dtype: torch.dtype) -> Iterator:
+    """Steps of `conversion_tasks`, each with its parameter whole on this rank and in `dtype`, when its turn comes. Collective."""
+    for task in tasks:
+        yield replace(task, param_weight=whole(task.param_weight, dtype))
+
+
+def whole(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a parameter, gathered over the ranks that Megatron-FSDP has split it over. Collective.
+
+    As megatron_fsdp/uneven_dtensor.py, uneven_dtensor_to_full_tensor, which Bridge calls; but ranks tell each other what they hold once, not
+    at every export (pickled, with several waits for the GPU a tensor), and gather in `dtype`, not in the float32 of the main weights."""
+    if not isinstance(weight, DTensor):
+        return weight.detach().to(dtype, copy=True)
+    part = weight.to_local().detach()
+    chunks, flat = _chunks(weight), part.to(dtype, copy=True).flatten()
+    for mesh_dim, placement in enumerate(weight.placements):
+        group = weight.device_mesh.get_group(mesh_dim)
+        if isinstance(placement, (Shard, _StridedShard)) and group.size() > 1:
+            parts = [flat.new_empty(size) for size in chunks.sizes[mesh_dim]]
+            dist.all_gather(parts, flat, group=group)
+            flat = torch.cat(parts)
+    if len(chunks.places) == 1:
+        return flat.view(weight.shape)
+    full = flat.new_empty(weight.shape)
+    for place, chunk in zip(chunks.places, flat.split([math.prod(shape) for _, shape in chunks.places])):
+        offset, shape = place
+        full[tuple(slice(o, o + n) for o, n in zip(offset, shape))] = chunk.view(shape)
+    return full
+
+
+class _Chunks(NamedTuple):
+    """sizes: elements that each rank of a mesh dimension's group brings; places: (offset, shape) of all chunks in the order gathered."""
+
+    sizes: dict[int, list[int]]
+    places: list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def _chunks(weight: DTensor) -> _Chunks:
+    """Collective at the first call for a parameter, whose layout never changes."""
+    known = getattr(weight, "_mfsdp_chunks", None)
+    if known is None:
+        if not hasattr(weight._local_tensor, "__create_chunk_list__"):
+            update_uneven_dtensor_chunk_metadata(weight)
+        [mine] = weight.__create_chunk_list__()
+        sizes, places = {}, [(tuple(mine.offsets), tuple(mine.sizes))]
+        for mesh_dim, placement in enumerate(weight.placements):
+            assert isinstance(placement, (Shard, _StridedShard, Replicate)), placement
+            group = weight.device_mesh.get_group(mesh_dim)
+            if not isinstance(placement, Replicate) and group.size() > 1:
+                told: list = [None] * group.size()
+                dist.all_gather_object(told, places, group=group)
+                sizes[mesh_dim] = [sum(math.prod(shape) for _, shape in part) for part in told]
+                places = [place for part in told for place in part]
+        known = weight._mfsdp_chunks = _Chunks(sizes, places)
+    return known
+
+
 def export_weights(bridge: AutoBridge, model: list, vocab_size: int, dtype: torch.dtype | None,
-                   on_cpu: bool = True, tasks: Iterable | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+                   on_cpu: bool = True, *, tasks: Iterable) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream (Hugging Face name, full tensor, on CPU or where the model is), padding rows of the vocabulary cut off. Collective: every rank
-    must iterate to the end. `dtype` None keeps what the model holds (float32 main weights under Megatron-FSDP). `tasks`: those of
-    `conversion_tasks`, one taken at a time, when the model does not hold the parameters itself.
+    must iterate to the end. `dtype` None keeps what the tasks hold. `tasks`: those of `conversion_tasks`, one taken at a time, with the
+    parameters whole.
     """
-    for name, tensor in bridge.export_hf_weights(model, cpu=on_cpu, show_progress=False, conversion_tasks=tasks):
+    steps = bridge.export_hf_weights(model, cpu=on_cpu, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False)
+    for name, tensor in steps:
         if name in ("model.embed_tokens.weight", "lm_head.weight") and tensor.shape[0] > vocab_size:
             tensor = tensor[:vocab_size]
         yield name, tensor.to(dtype or tensor.dtype).contiguous()

@@ -113,6 +113,7 @@ class MegatronEngine:
         self.optimizer = build_optimizer(self.model, optim, self.dtype) if optim else None
         self._broken = torch.zeros((), device=device)  # 1 from the first non-finite gradient norm on
         self.num_updates = 0
+        self._tasks: list = []  # `_conversion_tasks`
 
     # --- layout -------------------------------------------------------------------------------------------------
 
@@ -227,9 +228,20 @@ class MegatronEngine:
         """
         self.module.synchronize_param_gather()
         tied = bool(getattr(self.hf_config, "tie_word_embeddings", False))
-        for name, tensor in bridging.export_weights(self.bridge, self.model, self.vocab_size, dtype or self.dtype, on_cpu):
+        dtype = dtype or self.dtype
+        tasks = bridging.whole_tasks(self._conversion_tasks(), dtype)
+        for name, tensor in bridging.export_weights(self.bridge, self.model, self.vocab_size, dtype, on_cpu, tasks=tasks):
             if not (tied and name == "lm_head.weight"):
                 yield name, tensor
+
+    def _conversion_tasks(self) -> list:
+        """Made at the first export, and again should the modules have got other parameters since."""
+        def current(task) -> bool:
+            return getattr(task.megatron_module, task.param_name.rpartition(".")[2], None) is task.param_weight
+
+        if not self._tasks or not all(map(current, self._tasks)):
+            self._tasks = bridging.conversion_tasks(self.bridge, self.model)
+        return self._tasks
 
 
 def freeze(model: list) -> list:

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from models import FAMILIES, Layout, build
+from models import FAMILIES, Layout, build, conversations, step, weights
 from ranks import run_ranks
 
 from mfsdp_cli.errors import BAD_INPUT, MfsdpError
@@ -43,6 +43,35 @@ def test_every_byte_returns(tiny, layout):
     models += [(tiny(name, dtype="bfloat16", **PADDED), "bfloat16") for name in names if layout.tp > 1 or name == names[-1]]
     for wrong in run_ranks(layout.ranks, not_returned, models, layout):
         assert wrong == []
+
+
+def exported_again(model, layout: Layout) -> tuple[list[str], int, int]:
+    """Names whose tensor in an export after a step is not what Bridge's own export gathers; how many are not what they were before that
+    step; how often ranks told each other pickled objects for that second export."""
+    import torch
+    import torch.distributed as dist
+
+    engine = build(model, layout)
+    before = weights(engine)
+    step(engine, conversations(), lr=1e-2)
+    told, tell = [], dist.all_gather_object
+    dist.all_gather_object = lambda *args, **kwargs: told.append(args) or tell(*args, **kwargs)
+    try:
+        after = weights(engine)
+    finally:
+        dist.all_gather_object = tell
+    theirs = dict(engine.bridge.export_hf_weights(engine.model, cpu=True, show_progress=False))
+    wrong = [name for name, tensor in after.items() if not torch.equal(tensor, theirs[name][: tensor.shape[0]].float())]
+    return wrong, sum(not torch.equal(after[name], before[name]) for name in after), len(told)
+
+
+@pytest.mark.parametrize("family, layout", [("qwen2", Layout()), ("qwen2", Layout(ranks=2)), ("qwen3", Layout(ranks=4, tp=2)),
+                                            ("qwen3_moe", Layout(ranks=2, ep=2))], ids=str)
+def test_an_export_after_a_step_has_its_weights_and_asks_nobody_for_the_layout(tiny, family, layout):
+    model = tiny(family)
+    for wrong, changed, told in run_ranks(layout.ranks, exported_again, model, layout):
+        assert wrong == [] and told == 0
+        assert changed == len(tensors_of(model))
 
 
 def change(model, folder, edit):
