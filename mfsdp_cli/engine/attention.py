@@ -119,11 +119,12 @@ class _FlashAttention(torch.autograd.Function):
 def flash_attention_4(device: torch.device):
     """`flash_attn_varlen_func` of the package flash-attn-4, where that is installed, on the GPUs it is written for; else None, with a warning
     where it is there and cannot be imported."""
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-        return None
     if torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return None
     try:
+        # an installed flash-attn 2 is another package of the same name
+        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+            return None
         from flash_attn.cute import flash_attn_varlen_func
     except ImportError as error:  # a package that it requires is missing, or of another version
         warnings.warn(f"flash-attn-4 is installed and cannot be imported ({error}): attention takes torch's, which is slower", stacklevel=2)
