@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # What one GPU has to show: the GPU tests and every benchmark, part by part, each with a time limit and a log.
-#   scripts/gpu_session.sh OUT [PART ...]      OUT gets PART.log; parts: tests sft packed first-step 7b te checkpoint grpo update (default: all)
+#   scripts/gpu_session.sh OUT [PART ...]      OUT gets PART.log; parts: tests sft packed first-step 7b te checkpoint grpo update pair (default: all)
 #   PYTHONPATH=SITE scripts/gpu_session.sh OUT tests       where packages were unpacked into SITE because there is no network
 # Where a command may run ten minutes: OUT tests; OUT sft packed first-step 7b; OUT grpo update checkpoint te.
 # PYTHON chooses the interpreter (python3). A table of what each part printed comes last; exit code 1 when a part failed.
-# Seconds at most (times SLOWER): tests 480, sft 240, packed 100, first-step 75, 7b 120, te 150, checkpoint 150, grpo 330, update 100.
+# Seconds at most (times SLOWER): tests 480, sft 280, packed 100, first-step 75, 7b 200, te 150, checkpoint 150, grpo 330, update 100, pair 570 (two GPUs).
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=$(mkdir -p "${1:?folder for the logs}" && cd "$1" && pwd)
@@ -31,14 +31,17 @@ has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_s
 
 tests() { part tests 480 "$python" -m pytest -p no:cacheprovider -W ignore -s -rs --durations=12 tests/gpu; }
 sft() {
-  local peers=hf
+  local peers=hf,hf-bf16
   has liger_kernel && peers+=,hf-liger
   has trl && peers+=,trl
-  part sft 240 "${bench[@]}" --shape "$shape" --peers "$peers" --profile --trace "$out/sft-trace.json.gz" --timeout $((90 * slower))
+  part sft 280 "${bench[@]}" --shape "$shape" --peers "$peers" --profile --trace "$out/sft-trace.json.gz" --timeout $((90 * slower))
 }
 packed() { part packed 100 "${bench[@]}" --shape "$shape" --data fixed,gsm8k-lengths,gsm8k-answers --timeout $((60 * slower)); }
 first-step() { part first-step 75 "${bench[@]}" --shape "$shape" --time-to-first-step; }
-7b() { part 7b 120 "${bench[@]}" --shape "${BIG_SHAPE:-7b}" --lean --recompute full --steps 4 --warmup 2 --timeout $((100 * slower)); }
+7b() {
+  part 7b 120 "${bench[@]}" --shape "${BIG_SHAPE:-7b}" --lean --recompute full --steps 4 --warmup 2 --timeout $((100 * slower))
+  part 7b 80 "${bench[@]}" --shape "${BIG_SHAPE:-7b}" --lean --tokens $((tokens / 2)) --steps 6 --warmup 2 --timeout $((70 * slower))
+}
 te() {
   if has transformer_engine; then part te 150 "${bench[@]}" --shape "$shape" --impl local && part te 75 "${bench[@]}" --shape "$shape" --impl transformer_engine
   else results[te]=" TransformerEngine is not installed"; fi
@@ -56,10 +59,19 @@ grpo() {
 update() {
   part update 100 "$python" "$root/scripts/bench_grpo.py" --shape "$rl_shape" --parts update --profile --log "$out/update.log" --timeout $((90 * slower)) ${RL_ARGUMENTS:-}
 }
+pair() {  # FSDP over two, each matrix split over two; GRPO on both, one engine on both, engines on a GPU of their own
+  if (($(nvidia-smi -L 2>/dev/null | wc -l) < 2)); then results[pair]=" there are no two GPUs"; return; fi
+  local both=("$python" "$root/scripts/bench_grpo.py" --shape "$rl_shape" --parts mfsdp --steps 3 --warmup 2 --timeout $((120 * slower)))
+  part pair 90 "${bench[@]}" --shape "$shape" --gpus 2 --timeout $((80 * slower))
+  part pair 90 "${bench[@]}" --shape "$shape" --gpus 2 --tp 2 --timeout $((80 * slower))
+  part pair 130 "${both[@]}" --nproc 2
+  part pair 130 "${both[@]}" --nproc 2 --set rollout.tensor_model_parallel_size=2
+  part pair 130 "${both[@]}" --set rollout.colocate=False --set rollout.weight_transfer=nccl
+}
 
-(($#)) || set -- tests sft packed first-step 7b te checkpoint grpo update
+(($#)) || set -- tests sft packed first-step 7b te checkpoint grpo update pair
 for name in "$@"; do
-  [[ " tests sft packed first-step 7b te checkpoint grpo update " == *" $name "* ]] || { echo "no part is called $name" >&2; exit 2; }
+  [[ " tests sft packed first-step 7b te checkpoint grpo update pair " == *" $name "* ]] || { echo "no part is called $name" >&2; exit 2; }
 done
 failed=0
 if [[ -n $site && ! -e $site/.compiled ]]; then  # thousands of modules, compiled once and not in every process
