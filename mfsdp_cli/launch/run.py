@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from mfsdp_cli.launch.folder import Attempt
 from mfsdp_cli.launch.host import oom_kills
+from mfsdp_cli.launch.locks import ALIVE, wait_until_free
 from mfsdp_cli.launch.outcome import Outcome, conclude
 from mfsdp_cli.output import Console, StepLines, print_stderr
 
@@ -53,6 +54,8 @@ def run(command: list[str], environment: dict[str, str], attempt: Attempt, conso
         finally:
             survivors = end_processes(mark)
         lines.drain()
+        # A process that is being taken down loses its environment, by which it is known, before its locks, for which the next start would be refused.
+        wait_until_free(attempt.path / ALIVE, KILL_LIMIT_S if not survivors else 0.0)
         if survivors:
             print_stderr(f"warning: these processes do not end, not even by SIGKILL (is a driver stuck?): {survivors}")
         child.wait()

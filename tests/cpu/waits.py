@@ -18,7 +18,7 @@ PACKAGES = ("mfsdp_cli", "megatron", "tests")
 NO_WAITS = {
     ("to", "mfsdp_cli/engine/host.py", "to_device"),
     ("to", "mfsdp_cli/engine/optimizer.py", "_step"),  # torch's AdamW makes sure of a scale that is on the device already
-    ("tolist", "mfsdp_cli/engine/layers.py", "_one_by_one"),  # a GPU has flash attention, and need not go through a batch sequence by sequence
+    ("tolist", "mfsdp_cli/engine/attention.py", "_one_by_one"),  # a GPU has flash attention, and need not go through a batch sequence by sequence
     ("_local_scalar_dense", "megatron/core/tensor_parallel/random.py", "fork"),  # looks whether the CPU's random state has changed
 }
 TO_HOST = {"tolist", "cpu", "__repr__"}  # methods for which no operator runs on the CPU; `numpy` is none: it refuses a GPU's tensor

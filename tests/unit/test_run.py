@@ -328,6 +328,19 @@ def test_after_a_killed_launcher_the_next_waits_for_its_ranks(tmp_path):
     assert sorted(p.name for p in (tmp_path / "run/attempts").iterdir()) == ["001", "002"]
 
 
+def test_a_launcher_outlives_the_locks_of_its_ranks(tmp_path):
+    """A process that is being taken down has no environment any more, by which it would be found, and still holds its lock; here one that never
+    had it. Whoever starts at once after the launcher's end must not be refused."""
+    code, _, err = finish(tmp_path, """
+held = subprocess.Popen([sys.executable, "-c", "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_SH); print(flush=True);"
+                         "time.sleep(1.5); open(sys.argv[1] + '.ended', 'w')", attempt / "alive"], start_new_session=True, stdout=subprocess.PIPE, env={})
+held.stdout.readline()
+sys.exit(1)
+""")
+    assert code == 1 and (tmp_path / "run/attempts/001/alive.ended").is_file(), err
+    assert finish(tmp_path, 'result(status="done", step=2, total_steps=2, checkpoint=save(2), metrics={})')[0] == 0
+
+
 def test_a_log_that_cannot_be_written_does_not_stop_the_run(tmp_path):
     """A full disk: what the ranks say still reaches the console, and how they ended."""
     (tmp_path / "run/attempts/001").mkdir(parents=True)
