@@ -69,9 +69,10 @@ pair() {  # FSDP over two, each matrix split over two; GRPO on both, one engine 
   part pair 130 "${both[@]}" --set rollout.colocate=False --set rollout.weight_transfer=nccl
 }
 
-(($#)) || set -- tests sft packed first-step 7b te checkpoint grpo update pair
+all_parts=(tests sft packed first-step 7b te checkpoint grpo update pair)
+(($#)) || set -- "${all_parts[@]}"
 for name in "$@"; do
-  [[ " tests sft packed first-step 7b te checkpoint grpo update pair " == *" $name "* ]] || { echo "no part is called $name" >&2; exit 2; }
+  [[ " ${all_parts[*]} " == *" $name "* ]] || { echo "no part is called $name" >&2; exit 2; }
 done
 failed=0
 if [[ -n $site && ! -e $site/.compiled ]]; then  # thousands of modules, compiled once and not in every process

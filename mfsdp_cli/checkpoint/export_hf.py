@@ -154,7 +154,7 @@ def _convert(found: ExportSource, bridge, model, stored, entries: dict[str, dict
     tied_copy = "lm_head.weight" if config.tie_word_embeddings else ""
     beside = {t.name: found.weights / t.files[0] for t in read_hf(found.weights).tensors} if found.weights else {}
     with ShardFiles(folder, entries, shard_bytes) as files:
-        for name, tensor in bridging.export_weights(bridge, model, config.vocab_size, None, tasks=_tasks(bridge, model, stored)):
+        for name, tensor in bridging.export_weights(bridge, model, config.vocab_size, _tasks(bridge, model, stored)):
             if name not in entries and name == tied_copy:
                 continue
             tensor, fault = _as_wanted(name, tensor, entries, beside.get(name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from mfsdp_cli.config.rulebook import KNOWN_GOOD, OWN, numbers_of, rule
@@ -16,7 +16,7 @@ from mfsdp_cli.errors import MACHINE_UNFIT, Problem
 TRANSFORMERS = ((5, 8, 0), (5, 12, 1))  # range that Bridge 0.6.2 declares
 KNOWN_GOOD_RAY = {"ray": "2.60.0"}
 FLASH_4_VERSIONS = {"flash-attn-4": "4.0.0b18", "nvidia-cutlass-dsl": "4.5.2"}
-FLASH_4 = "flash-attn-4==4.0.0b18 'nvidia-cutlass-dsl[cu13]==4.5.2' quack-kernels==0.5.0 apache-tvm-ffi==0.1.9"
+FLASH_4 = "flash-attn-4=={flash-attn-4} 'nvidia-cutlass-dsl[cu13]=={nvidia-cutlass-dsl}' quack-kernels==0.5.0 apache-tvm-ffi==0.1.9".format(**FLASH_4_VERSIONS)
 NVIDIA_SMI_FIX = "run nvidia-smi by hand until it lists the GPUs (a new driver needs a reboot; in a container: --gpus all, and \
 NVIDIA_DRIVER_CAPABILITIES=compute,utility), or engine.device=cpu"
 AMPERE = 8.0  # compute capability from which GPUs multiply bfloat16
@@ -170,7 +170,7 @@ def transformer_engine_is_whole(s, f) -> Iterator[Problem]:
         yield Problem("transformer-engine", version, why, fix, "environment", level="warning")
 
 
-def flash_4_problem(versions: Mapping[str, str | None], capabilities: list[float]) -> Problem | None:
+def flash_4_problem(versions: Mapping[str, str | None], capabilities: Iterable[float]) -> Problem | None:
     """What is to be said of the installed flash-attn-4, on GPUs of these compute capabilities (0: unknown). It is written for 9 and 10. The
     versions are those that vLLM 0.24's own pins allow; a newer flash-attn-4 and a newer nvidia-cutlass-dsl need each other."""
     known = [c for c in capabilities if c > 0]
@@ -190,7 +190,7 @@ def flash_4_problem(versions: Mapping[str, str | None], capabilities: list[float
 @rule("flash-4", "Hopper and Blackwell GPUs have FlashAttention 4, in the version that was tried", "measured here: docs/performance.md; "
       "flash-attn-4's and vLLM 0.24's metadata", level="note", fix=f"pip install {FLASH_4}")
 def flash_attention_4(s, f) -> Iterator[Problem]:
-    problem = flash_4_problem(f.versions, list(f.gpu_compute_capability))
+    problem = flash_4_problem(f.versions, f.gpu_compute_capability)
     if problem and uses_cuda(s, f) and s.engine.dtype == "bfloat16":
         yield problem
 

@@ -182,8 +182,7 @@ def whole(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if len(chunks.places) == 1:
         return flat.view(weight.shape)
     full = flat.new_empty(weight.shape)
-    for place, chunk in zip(chunks.places, flat.split([math.prod(shape) for _, shape in chunks.places])):
-        offset, shape = place
+    for (offset, shape), chunk in zip(chunks.places, flat.split([math.prod(shape) for _, shape in chunks.places]), strict=True):
         full[tuple(slice(o, o + n) for o, n in zip(offset, shape))] = chunk.view(shape)
     return full
 
@@ -215,14 +214,12 @@ def _chunks(weight: DTensor) -> _Chunks:
     return known
 
 
-def export_weights(bridge: AutoBridge, model: list, vocab_size: int, dtype: torch.dtype | None,
-                   on_cpu: bool = True, *, tasks: Iterable) -> Iterator[tuple[str, torch.Tensor]]:
+def export_weights(bridge: AutoBridge, model: list, vocab_size: int, tasks: Iterable, on_cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream (Hugging Face name, full tensor, on CPU or where the model is), padding rows of the vocabulary cut off. Collective: every rank
-    must iterate to the end. `dtype` None keeps what the tasks hold. `tasks`: those of `conversion_tasks`, one taken at a time, with the
-    parameters whole.
+    must iterate to the end. `tasks`: those of `conversion_tasks`, one taken at a time, with the parameters whole.
     """
     steps = bridge.export_hf_weights(model, cpu=on_cpu, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False)
     for name, tensor in steps:
         if name in ("model.embed_tokens.weight", "lm_head.weight") and tensor.shape[0] > vocab_size:
             tensor = tensor[:vocab_size]
-        yield name, tensor.to(dtype or tensor.dtype).contiguous()
+        yield name, tensor.contiguous()

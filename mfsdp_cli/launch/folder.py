@@ -18,7 +18,7 @@ from mfsdp_cli.checkpoint.manifest import CHECKPOINTS, TMP, require_complete, wr
 from mfsdp_cli.checkpoint.reuse import resume_problems
 from mfsdp_cli.config.values import kind_of, validates_only
 from mfsdp_cli.errors import BAD_INPUT, MACHINE_UNFIT, MfsdpError, Problem
-from mfsdp_cli.launch.locks import ALIVE, try_lock
+from mfsdp_cli.launch.locks import ALIVE, is_free, try_lock
 from mfsdp_cli.records import Record
 
 if TYPE_CHECKING:
@@ -181,11 +181,8 @@ def _survivors(run_dir: Path, node_rank: int) -> list[Problem]:
     """Processes of this node's last attempt that live on without their launcher, which was killed: they save and end, and nobody
     may write here, nor prune what they have read, before that."""
     path = _last_attempt(run_dir / "attempts", node_rank)
-    if path is None or not (path / ALIVE).is_file() or not os.access(path / ALIVE, os.W_OK):
+    if path is None or is_free(path / ALIVE):
         return []
-    with open(path / ALIVE, "r+", encoding="utf-8") as file:  # some network file systems want it writable for this kind of lock
-        if try_lock(file, fcntl.LOCK_EX):
-            return []
     return [Problem(str(path), "still at work", "its launcher is gone, and its processes are saving or ending",
                     f"wait for them: the logs in {path.name} tell how far they are", code=MACHINE_UNFIT)]
 

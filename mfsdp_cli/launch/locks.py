@@ -24,11 +24,16 @@ def try_lock(file: TextIO, kind: int) -> bool:
     return True
 
 
+def is_free(path: Path) -> bool:
+    """Whether nobody holds a lock on the file. One that is not there, or may not be written, passes for free."""
+    if not path.is_file() or not os.access(path, os.W_OK):
+        return True
+    with open(path, "r+", encoding="utf-8") as file:  # some network file systems want it writable for this kind of lock
+        return try_lock(file, fcntl.LOCK_EX)
+
+
 def wait_until_free(path: Path, limit_s: float) -> None:
     """Until nobody holds a lock on the file, or for limit_s."""
-    if not path.is_file() or not os.access(path, os.W_OK):
-        return
     deadline = time.monotonic() + limit_s
-    with open(path, "r+", encoding="utf-8") as file:
-        while not try_lock(file, fcntl.LOCK_EX) and time.monotonic() < deadline:
-            time.sleep(0.02)
+    while not is_free(path) and time.monotonic() < deadline:
+        time.sleep(0.02)

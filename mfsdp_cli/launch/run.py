@@ -54,10 +54,10 @@ def run(command: list[str], environment: dict[str, str], attempt: Attempt, conso
         finally:
             survivors = end_processes(mark)
         lines.drain()
-        # A process that is being taken down loses its environment, by which it is known, before its locks, for which the next start would be refused.
-        wait_until_free(attempt.path / ALIVE, KILL_LIMIT_S if not survivors else 0.0)
         if survivors:
             print_stderr(f"warning: these processes do not end, not even by SIGKILL (is a driver stuck?): {survivors}")
+        else:  # one that is being taken down loses its environment, by which it is known, before its locks, for which the next start would be refused
+            wait_until_free(attempt.path / ALIVE, KILL_LIMIT_S)
         child.wait()
         child.stdout.close()
     return conclude(attempt, child.returncode, received[0][0] if received else None, forced, oom_kills() - killed_before)
